@@ -131,12 +131,13 @@ def rank_zero(model: str, layers: int, ranks: int) -> Body:
             with timed("receive"):  # the last one counts, in which the files of problem and scores are written
                 decision = coordinator.decision(STEP, 1)
         latency = time.perf_counter() - started
-        assert decision.precision_map is not None, "the update failed"
+        assert decision.candidates, "the update failed"
+        chosen = decision.candidates[0].precision_map
         with timed("decision"):
             message = pickle.dumps(decision)
         with timed("adopt"):
-            coordinator.record_adoption(STEP, decision.precision_map)
-            coordinator.event(STEP, "adopt", achieved_per_stage=dict(decision.precision_map.achieved_per_stage))
+            coordinator.record_adoption(STEP, chosen)
+            coordinator.event(STEP, "adopt", achieved_per_stage=dict(chosen.achieved_per_stage))
         with timed("close"):
             coordinator.close()
         files = {str(path.relative_to(run.path)): path.stat().st_size for path in run.path.rglob("*") if path.is_file()}
@@ -146,7 +147,7 @@ def rank_zero(model: str, layers: int, ranks: int) -> Body:
         "linears": len(rows),
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
         "until_answer_wall_seconds": round(latency, 1),
-        "status": decision.precision_map.status,
+        "status": chosen.status,
         "bytes": {
             "table": sum(array.nbytes for array in table.arrays.values()),
             "decision": len(message),

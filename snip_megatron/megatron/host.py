@@ -169,6 +169,26 @@ class StepCall:
     num_microbatches: int = field(default_factory=get_num_microbatches)
 
 
+def _note_losses(
+    found: list[tuple[torch.Tensor, torch.Tensor]], loss_function: Callable[..., Any], output: torch.Tensor
+) -> Any:
+    """Call a loss function, and note the loss of each token in ``output`` and whether it counts.
+
+    A loss function that sums the losses of the tokens that count has the derivative 0 at those that do not. If it does
+    something else with the output, such as logits, the loss of the microbatch is noted as that of one token.
+    """
+    losses = output.detach().requires_grad_()
+    with torch.enable_grad():
+        loss, *others = loss_function(losses)
+        (weight,) = torch.autograd.grad(loss, losses)
+    losses, loss = losses.detach(), loss.detach()
+    if not torch.isclose((weight.double() * losses).sum(), loss.double(), rtol=1e-3, equal_nan=True):
+        losses = (loss / others[0] if len(others) > 1 else loss).reshape(1)  # the second of three is a number of tokens
+        weight = torch.ones_like(losses)
+    found.append((losses, weight != 0))
+    return (loss, *others)
+
+
 class MegatronStep:
     """A training step of Megatron as :class:`snip_megatron.runtime.host.HostStep`.
 
@@ -236,6 +256,21 @@ class MegatronStep:
         compat.gather_parameters(self.call.model)
         self.schedule(self._pass)
 
+    def losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Run forwards of the prepared pass. See :class:`HostStep`. The losses are those of the last pipeline stage."""
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def forward_step(*arguments: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            output, loss_function = self.call.forward_step_func(*arguments)
+            return output, functools.partial(_note_losses, found, loss_function)
+
+        if self._routing is not None:
+            self._routing.start(first=True)
+        compat.gather_parameters(self.call.model)
+        with torch.no_grad():
+            self.schedule(self._pass, forward_step, forward_only=True)
+        return found
+
     def rewind(self) -> None:
         """Make the next pass draw the random numbers and choose the experts of the first pass."""
         self._restore_random_states()
@@ -243,8 +278,14 @@ class MegatronStep:
             self._routing.start(first=self._passes == 0)
         self._passes += 1
 
-    def schedule(self, microbatches: Sequence[int], forward_step_func: Callable[..., Any] | None = None) -> None:
-        """Run Megatron's schedule, forward and backward, into zeroed gradients.
+    def schedule(
+        self,
+        microbatches: Sequence[int],
+        forward_step_func: Callable[..., Any] | None = None,
+        *,
+        forward_only: bool = False,
+    ) -> None:
+        """Run Megatron's schedule, forward and unless ``forward_only`` backward, into zeroed gradients.
 
         Each microbatch has as many sequences as in the last :meth:`run`.
 
@@ -273,7 +314,7 @@ class MegatronStep:
                 seq_length=self._seq_length,
                 micro_batch_size=sequences,
                 decoder_seq_length=self._seq_length,
-                forward_only=False,
+                forward_only=forward_only,
             )
         self._shards.finish_pass()
 

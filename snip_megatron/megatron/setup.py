@@ -32,6 +32,7 @@ from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.numerics.products.transformer_engine import transformer_engine_gemms
 from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.kernels.launch import share_cache
+from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.agreement import on_rank_zero
@@ -41,6 +42,7 @@ from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.exchange import Failure, MapChannel, StepReport, UpdateBrokenError
 from snip_megatron.runtime.host import Host, ProbeResult, Unmeasured
 from snip_megatron.runtime.probe import ProbeRunner
+from snip_megatron.runtime.rise import Rise
 from snip_megatron.runtime.run_timings import cache_folder
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.storage import Writer
@@ -260,8 +262,13 @@ class SnipRun:
             step = self._host_step(self.graphs.without_graph(call), lambda: self.graphs.bypassed(call.model))
             return self._probes.measure(step, clip, controller.state.sequences)
 
+        def measure(maps: Sequence[PrecisionMap]) -> list[Rise] | Unmeasured:
+            assert self._probes is not None
+            step = self._host_step(self.graphs.without_graph(call), lambda: self.graphs.bypassed(call.model))
+            return self._probes.measure_maps(step, maps, controller.state.sequences)
+
         with _between_steps(call.step, "adoption"):
-            controller.before_step(call.step, probe)
+            controller.before_step(call.step, probe, measure)
             self.graphs.recapture(call.step)
         started = time.perf_counter()
         try:

@@ -236,6 +236,12 @@ class PlainStep:
             raise SnipError("step() takes a function that returns the loss of a batch: a scalar with a gradient")
         value.backward()  # type: ignore[no-untyped-call]
 
+    @torch.no_grad()
+    def losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the loss of the batch as that of one token, because the loop computes no other."""
+        value = self.loss().detach().reshape(1)
+        return [(value, torch.ones_like(value))]
+
     def gradient_scale(self) -> float:
         """The loss is the mean over the tokens of a rank, and that of the step the mean over ranks."""
         return 1.0 / group_size(None)

@@ -35,6 +35,7 @@ from snip_megatron.runtime.defaults import dominated
 from snip_megatron.runtime.exchange import MapChannel, StepReport
 from snip_megatron.runtime.host import ProbeResult, Unmeasured
 from snip_megatron.runtime.probe import ProbeRunner
+from snip_megatron.runtime.rise import Rise
 from snip_megatron.runtime.run_data import load_run
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.runtime.solving import SolverInProcess
@@ -159,7 +160,8 @@ class PlainSnip:
         if no map meets the budget.
 
         ``loss`` returns the mean token loss of the step's first batch. It is called once at the first step, and up to
-        three times in an update. It must compute the same value each time, so read the batch outside of it.
+        six times in an update, some of them without gradients. It must compute the same value each time, so read the
+        batch outside of it.
 
         Returns whether a new map was adopted. Raises SnipError if the model's blocks are not attention and MLP, or the
         loss does not run each of them once.
@@ -172,13 +174,17 @@ class PlainSnip:
                 self.table = result.table
             return result
 
+        def measure(maps: Sequence[PrecisionMap]) -> list[Rise] | Unmeasured:
+            assert self._probes is not None
+            return self._probes.measure_maps(self._step(step, loss), maps)
+
         self._end_step()
         step, previous = self._steps, self.map
         if self._controller is None:
             self._controller = self._start(loss)
         self._steps += 1
-        self._controller.before_step(step, probe)
-        self._controller.decide_now(step)
+        self._controller.before_step(step, probe, measure)
+        self._controller.decide_now(step, measure)
         self._open, self._began = True, time.perf_counter()
         return self.map is not previous
 

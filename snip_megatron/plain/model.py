@@ -213,7 +213,8 @@ class SnipLinear(nn.Linear):
         if not torch.is_grad_enabled():
             # A write to weight.data, as averaged weights are put in place, changes no version of the weight.
             handle.state.weights.clear()
-        call = LinearCall(handle, has_backward=torch.is_grad_enabled())
+        override = None if handle.context.override is None else handle.context.override(handle)
+        call = LinearCall(handle, has_backward=torch.is_grad_enabled(), override=override)
         with torch.autocast(device, enabled=False):
             return QuantizedLinear.apply(x, weight, bias, call)  # type: ignore[no-untyped-call,no-any-return]
 

@@ -388,14 +388,18 @@ def update_scale(layout: Layout, config: SnipConfig, precision_map: PrecisionMap
 
     ``collectives`` are those of this layout, in its order. ``ranks`` has the number of collectives and bytes in each
     group for this number of ranks, and twice, four times, … as many data parallel ones, up to 16,384. ``table_bytes``
-    are those of the statistics table, and ``decision_bytes`` those of the pickled ``precision_map``. ``files`` is the
-    number of whole files that rank 0 writes for it, where it also appends to two.
+    are those of the statistics table, and ``decision_bytes`` those of the pickled maps, such as ``precision_map``, of
+    which one is adopted. ``forwards`` is the largest number of forwards that measure them. ``files`` is the number of
+    whole files that rank 0 writes for an update, where it also appends to two.
     """
     if not config.updates:
         return {"collectives": [], "ranks": []}
     table = table_bytes(layout.model.rows, config.measured_formats, sinks_of(layout.model))
-    decision = len(pickle.dumps(precision_map))
+    weighs_updates = needs_forward_noise(config.request())
+    candidates = 2 if weighs_updates and config.q == "split" and config.phases is None else 1
+    decision = candidates * len(pickle.dumps(precision_map))
     sizes = {"table_bytes": table, "decision_bytes": decision, "files": _FILES + (config.phases is not None)}
+    sizes["forwards"] = 1 + candidates
 
     def collectives(dp: int) -> list[Collectives]:
         shared = 2 if layout.model.tied and layout.pp > 1 else 1
@@ -416,7 +420,8 @@ def update_scale(layout: Layout, config: SnipConfig, precision_map: PrecisionMap
                 table=table,
                 decision=decision,
                 microbatches=probe_microbatches(layout, config),
-                weighs_updates=needs_forward_noise(config.request()),
+                weighs_updates=weighs_updates,
+                candidates=candidates,
             )
             for stage in range(layout.pp)
         )

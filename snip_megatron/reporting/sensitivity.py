@@ -7,8 +7,8 @@ from typing import Any
 
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, option_id, split_option_id
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.defaults import in_nats
 from snip_megatron.runtime.run_data import RunData, number
+from snip_megatron.sensitivity.policies import in_nats
 
 SHOWN = 20
 """Number of GEMMs in the text of :func:`lines`."""

@@ -20,8 +20,8 @@ from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.map_views import Prediction, differences
 from snip_megatron.runtime.account import STEPS, TOLERANCE, Account, Stretch, duration, is_quantised
-from snip_megatron.runtime.defaults import in_nats
 from snip_megatron.runtime.run_data import Adoption, RunData, number
+from snip_megatron.sensitivity.policies import in_nats
 
 SCHEMA = "snip.worth/1"
 TRUE_OVER_PREDICTED = (0.95, 1.45)
@@ -40,6 +40,7 @@ _COST_NAMES = {
     "postpone": "waiting for the solver",
     "kept": "waiting for failed solves",
     "guard": "refused maps",
+    "rise": "measuring maps",
     "adopt": "adoption",
     "settled": "slower steps afterwards",
     "recapture": "capturing graphs again",

@@ -14,7 +14,7 @@ from snip_megatron.precision import FOUR_BIT, GRANULARITIES, Format, candidates_
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError, cut, did_you_mean
 from snip_megatron.precision.phases import Schedule
-from snip_megatron.runtime.defaults import FIRST_UPDATE, SHARE, defaults, in_nats
+from snip_megatron.runtime.defaults import FIRST_UPDATE, SHARE, defaults
 from snip_megatron.runtime.options import (
     add_options,
     add_settings,
@@ -26,7 +26,7 @@ from snip_megatron.runtime.options import (
     parse_tolerance,
     setting,
 )
-from snip_megatron.sensitivity.policies import ESTIMATORS, LATE, POLICIES, Q_RULES, UNSOLVED
+from snip_megatron.sensitivity.policies import ESTIMATORS, LATE, POLICIES, Q_RULES, UNSOLVED, in_nats
 from snip_megatron.sensitivity.request import BACKWARD_SHARE, STANDING_SHARE, SolveRequest
 
 GRADIENT_REDUCTION = ("fp32", "fp8")

@@ -5,7 +5,8 @@ only on the step number and on data that all ranks share, so that all ranks ente
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,14 @@ from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.exchange import Decision, MapChannel, StepFigures, StepReport, UpdateDroppedError
 from snip_megatron.runtime.guard import Guard, GuardState
 from snip_megatron.runtime.host import Kernels, ProbeResult, Sink, Unmeasured
+from snip_megatron.runtime.rise import Comparison, Rise, bound_of
+from snip_megatron.runtime.solving import Candidate
 from snip_megatron.runtime.state import ControllerState, Goal, Pending, ScheduleState, Timeline
+from snip_megatron.sensitivity.policies import in_nats
 from snip_megatron.sensitivity.table import StatisticsTable
+
+Measure = Callable[[Sequence[PrecisionMap]], list[Rise] | Unmeasured]
+"""Returns the rise of the loss under each map on a step's tokens, or why all ranks drop the update. Collective."""
 
 _PATIENCE = 3
 """Number of dropped updates in a row from which on the time to the next try doubles."""
@@ -72,6 +79,7 @@ class Controller:
         self._clip_grad = clip_grad
         self._fp4_share = self._fp4_share_of(registry.current)
         self._fp4_shares: dict[int, float] = {}  # of the steps whose loss has not arrived yet
+        self._bound = bound_of(config)
         self._started = False
         self._next_step = 0
         self._replay_steps: list[int] = []
@@ -85,10 +93,13 @@ class Controller:
         self.state.guard = None if self._guard is None else self._guard.state
 
     # -- step boundary -----------------------------------------------------------------------------------------
-    def before_step(self, step: int, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
+    def before_step(
+        self, step: int, probe: Callable[[float], ProbeResult | Unmeasured], measure: Measure | None = None
+    ) -> None:
         """Run everything that precedes the 0-based ``train_step(step)``: adoptions and an update that are due.
 
         ``probe`` runs the probes of this step. Its argument is the factor by which clipping scaled the last gradient.
+        ``measure`` measures maps at this step. If it is None, they are adopted on their predictions.
         """
         self._sink.begin_step(step)
         if not self._started:
@@ -102,16 +113,16 @@ class Controller:
         self._take_back(step)
         pending = self.state.pending
         if pending is not None and step >= pending.due:
-            self._decide(step, pending)
+            self._decide(step, pending, measure)
         if self._schedule.begins_phase(step):
-            self._next_phase(step)
+            self._next_phase(step, measure)
         self._start_update_if_due(range(self._next_step, step + 1), probe)
         self._registry.start_step(step)
 
-    def decide_now(self, step: int) -> None:
+    def decide_now(self, step: int, measure: Measure | None = None) -> None:
         """Adopt the map of the update that was submitted before ``step`` now, without a lag, if rank 0 has it."""
         if self.state.pending is not None:
-            self._decide(step, self.state.pending)
+            self._decide(step, self.state.pending, measure)
             self._registry.start_step(step)
 
     def after_step(self, step: int, loss: torch.Tensor | None, grad_norm: float | None) -> None:
@@ -193,7 +204,7 @@ class Controller:
         self._compare_goal(step)
         pending = self.state.pending
         if pending is not None and self._coordinator is not None:
-            self._coordinator.submit(pending.step, pending.table, pending.version, pending.phases)
+            self._submit(pending)
         started = time.perf_counter()
         if self._kernels is not None and self._kernels.begin():
             self._use_kernels(step, started)
@@ -248,12 +259,17 @@ class Controller:
                 f"the checkpoint is of a run with {changed}: its {what} goes on until the next update's is adopted"
             )
 
-    def _next_phase(self, step: int) -> None:
-        """Adopt the map of the phase that begins before ``step``."""
+    def _next_phase(self, step: int, measure: Measure | None = None) -> None:
+        """Adopt the map of the phase that begins before ``step``. Its rise is recorded, and decides nothing."""
         started = time.perf_counter()
         decision = self._agreed(self._schedule.enter_phase(step))
         self._event(step, "phase", **self._schedule.figures(step))
-        self._adopt(step, decision, started)
+        new, rise = decision.precision_map, None
+        if measure is not None and new is not None and self._changed(new):
+            known = in_nats(self._config.policy, self._config.q) and self._config.estimator == "fisher"
+            rise = self._compare(step, [Candidate(new, self._config.policy, new.loss if known else None)], measure)
+            started = time.perf_counter()
+        self._adopt(step, decision, started, rise.fields(0) if isinstance(rise, Comparison) else {})
         if self._guard is not None:
             self._guard.adopted(step)
 
@@ -267,8 +283,12 @@ class Controller:
         """Let all ranks agree on a map that each of them knows."""
         return self._channel.agree(Decision(precision_map) if self._coordinator is not None else None)
 
-    def _decide(self, step: int, pending: Pending) -> None:
-        """Adopt the pending update's map if rank 0 has it. Otherwise postpone the decision by another lag."""
+    def _decide(self, step: int, pending: Pending, measure: Measure | None) -> None:
+        """Adopt a map of the pending update if rank 0 has it. Otherwise postpone the decision by another lag.
+
+        Candidates are measured here, before the step at which one of them is adopted. If they are rejected, a second
+        solution is decided after another lag.
+        """
         started = time.perf_counter()
         again = pending.due > pending.step + self._config.lag
         unanswered = again and not self._answered and not self._config.wait
@@ -282,19 +302,68 @@ class Controller:
             self._event(step, "postpone", version=pending.version, until=pending.due, wait_s=_since(started))
             return
         self.state.pending = None
-        if decision.precision_map is None:
+        if not decision.candidates:
             self._event(step, "kept", version=pending.version, wait_s=_since(started))
             return
-        refusal = self._guard.refuses(decision.precision_map) if self._guard is not None else None
+        candidate, figures = decision.candidates[0], dict[str, Any]()
+        if measure is not None:
+            comparison = self._measured(step, pending, decision.candidates, measure)
+            if comparison is None:
+                return
+            candidate, figures = comparison.candidates[comparison.best], comparison.fields(comparison.best)
+            started = time.perf_counter()
+        chosen = candidate.precision_map
+        refusal = self._guard.refuses(chosen) if self._guard is not None else None
         if refusal is not None:
             self._record_guard(step, "refused", pending.version, refusal, wait_s=_since(started))
             return
-        if decision.plan is not None and pending.phases is not None:
-            self._take_plan(step, decision.plan)
-            decision = Decision(self._schedule.enter_phase(step))
-        self._adopt(step, decision, started)
+        if candidate.plan is not None and pending.phases is not None:
+            self._take_plan(step, candidate.plan)
+            chosen = self._schedule.enter_phase(step)
+        self._adopt(step, Decision(chosen), started, figures)
         if self._guard is not None:
             self._guard.adopted(step)
+
+    def _measured(
+        self, step: int, pending: Pending, candidates: Sequence[Candidate], measure: Measure
+    ) -> Comparison | None:
+        """Measure the candidates of an update. Returns their comparison if the best of them is to be adopted.
+
+        Otherwise the update is dropped, or it is submitted again with corrected predictions. Then the second solution
+        is adopted, or the map that was rejected before, whichever is better as measured.
+        """
+        started, rejected = time.perf_counter(), pending.rejected
+        comparison = self._compare(step, [*candidates, *([] if rejected is None else [rejected])], measure)
+        if isinstance(comparison, Unmeasured):
+            self._drop_update(step, comparison, wait_s=_since(started))
+            return None
+        best, before = comparison.best, self.state.correction
+        self.state.correction = comparison.corrected(before)
+        if rejected is not None or not comparison.breaks_bound(best) or self.state.correction <= before:
+            return comparison
+        self._say(
+            f"step {step}: no map of update {pending.version} keeps the loss within {comparison.bound:g}; solving again"
+            f" with predictions x {self.state.correction:g}"
+        )
+        version = self.state.version + 1
+        second = replace(pending, due=step + self._config.lag, version=version, rejected=comparison.candidates[best])
+        self._event(step, "rejected", version=pending.version, again=version, correction=self.state.correction)
+        self._send(step, second)
+        return None
+
+    def _compare(self, step: int, candidates: Sequence[Candidate], measure: Measure) -> Comparison | Unmeasured:
+        """Measure the rise of the loss under each candidate, and record it. Collective."""
+        started = time.perf_counter()
+        rises = measure([each.precision_map for each in candidates])
+        if isinstance(rises, Unmeasured):
+            return rises
+        comparison = Comparison(candidates, rises, self._bound)
+        best, every = comparison.best, [comparison.fields(i) for i in range(len(rises))]
+        version, bound = candidates[best].precision_map.version, {} if self._bound is None else {"bound": self._bound}
+        self._event(step, "rise", version=version, **every[best], candidates=every, **bound, wait_s=_since(started))
+        others = f", the best of {len(rises)}" if len(rises) > 1 else ""
+        self._say(f"step {step}: map {version} ({candidates[best].policy}{others}) {comparison.line(best)}")
+        return comparison
 
     def _take_back(self, step: int) -> None:
         """Adopt the last good map again if the guard raised an alarm, which is equal on all ranks."""
@@ -316,21 +385,23 @@ class Controller:
         self._event(step, "guard", action=action, version=version, reason=reason, **fields)
         self._say(f"step {step}: the guard has {action.replace('_', ' ')} map {version}: {reason}")
 
-    def _adopt(self, step: int, decision: Decision, started: float | None = None) -> None:
+    def _adopt(
+        self, step: int, decision: Decision, started: float | None = None, measured: Mapping[str, Any] | None = None
+    ) -> None:
+        """Put a map in force from ``step`` on. ``measured`` are the fields of its measured rise."""
         new = decision.precision_map
         if new is None:
             return
         started = time.perf_counter() if started is None else started
         if self._kernels is not None and not self._kernels_ready:  # of a replay, of a later phase, or before a begin
             self._kernels.finish()
-        names = self._registry.names
-        changed = int((new.to_codes(names) != self._registry.current.to_codes(names)).sum())
+        changed = self._changed(new)
         self._registry.adopt(new)
         self.state.precision_map = new
         self.state.version = max(self.state.version, new.version)
         self._fp4_share = self._fp4_share_of(new)
         shares = format_shares(new, self._flops, self._unquantised)
-        self._sink.precision_map(step, new, names)
+        self._sink.precision_map(step, new, self._registry.names)
         if self._coordinator is not None:
             self._coordinator.record_adoption(step, new)  # before the event, whose time includes it
         self._event(
@@ -343,6 +414,7 @@ class Controller:
             fp4_fraction=self._fp4_share,
             formats={fmt.value: round(share, 6) for fmt, share in shares.items()},
             **new.prediction(),
+            **(measured or {}),
             changed=changed,
             wait_s=_since(started),
         )
@@ -387,17 +459,30 @@ class Controller:
         for kind, fields in result.events():
             self._event(step, kind, **fields)
         pending = Pending(step, due, self.state.version + 1, result.table, phases)
-        try:
-            recorded = self._channel.transaction().together("submission", self._submit, pending)
-        except UpdateDroppedError as dropped:
-            self._drop_update(step, Unmeasured(str(dropped.failure), dropped.failure.fields), wait_s=0.0)
+        first = not self.state.version
+        recorded = self._send(step, pending)
+        if recorded is None:
             return
-        self._say_unreached(result.table)
-        self.state.version, self.state.pending, self.state.failures = pending.version, pending, 0
+        if first:
+            self._say_unreached(result.table)
+        self.state.failures = 0
         recorded += sum(result.seconds.values())  # the passes have events of their own
         submitted: dict[str, Any] = {} if phases is None else {"phases": phases.as_dict()}
         submitted |= {"version": pending.version, "table_bytes": sum(a.nbytes for a in result.table.arrays.values())}
         self._event(step, "submit", **submitted, wait_s=round(_since(started) - recorded, 6), update_seconds=seconds)
+
+    def _send(self, step: int, pending: Pending) -> float | None:
+        """Make ``pending`` the pending update. Returns the seconds of :meth:`_submit`. None if it is dropped."""
+        if self.state.correction != 1.0:
+            meta = {**pending.table.meta, "correction": self.state.correction}
+            pending.table = replace(pending.table, meta=meta)
+        try:
+            recorded = self._channel.transaction().together("submission", self._submit, pending)
+        except UpdateDroppedError as dropped:
+            self._drop_update(step, Unmeasured(str(dropped.failure), dropped.failure.fields), wait_s=0.0)
+            return None
+        self.state.version, self.state.pending = pending.version, pending
+        return recorded
 
     def _submit(self, pending: Pending) -> float:
         """Submit an update on rank 0. Returns the seconds that have an event of their own."""
@@ -430,7 +515,7 @@ class Controller:
     def _say_unreached(self, table: StatisticsTable) -> None:
         """Name the linears that no gradient reaches, before the first map."""
         unreached = _unreached(table)
-        if unreached and not self.state.version:
+        if unreached:
             self._say(
                 f"no gradient reaches {unreached[0]} ({len(unreached)} such linears): their errors seem to cost"
                 " nothing; keep them wide with --snip-pin"
@@ -447,6 +532,11 @@ class Controller:
     def _say(self, line: str) -> None:
         if self._coordinator is not None:
             print(f"snip: {line}", flush=True)
+
+    def _changed(self, precision_map: PrecisionMap) -> int:
+        """Return how many GEMMs have another format than in the map in force."""
+        names = self._registry.names
+        return int((precision_map.to_codes(names) != self._registry.current.to_codes(names)).sum())
 
     def _fp4_share_of(self, precision_map: PrecisionMap) -> float:
         return fp4_fraction(precision_map, self._flops, self._unquantised)

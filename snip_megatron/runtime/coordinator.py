@@ -19,7 +19,7 @@ from snip_megatron.runtime.exchange import Decision, StepFigures
 from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics, replayed_maps
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.runtime.sidecar import SidecarClient
-from snip_megatron.runtime.solving import SidecarResult, SolveJob, SolverInProcess
+from snip_megatron.runtime.solving import Candidate, SidecarResult, SolveJob, SolverInProcess
 from snip_megatron.sensitivity.policies import fixed_map
 from snip_megatron.sensitivity.request import PhasedRequest, SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
@@ -159,16 +159,9 @@ class RankZeroCoordinator:
         if result.failure is not None:
             self._drop(step, version, result.failure, result.message, result.latency_s)
             return
-        plan, precision_map = result.plan, result.precision_map
-        assert precision_map is not None
-        if plan is not None:
-            maps = [self._with_predictions(phase.precision_map) for phase in plan.phases]
-            parts = [PlanPhase(phase.begin, each) for phase, each in zip(plan.phases, maps, strict=True)]
-            plan, precision_map = dataclasses.replace(plan, phases=tuple(parts)), maps[0]
-        else:
-            precision_map = self._with_predictions(precision_map)
-        (precision_map if plan is None else plan).to_json()  # raises ValueError for NaN, before a rank adopts it
-        self._decisions[version] = Decision(precision_map, plan)
+        candidates = tuple(map(self._candidate, result.candidates))
+        plan, precision_map = candidates[0].plan, candidates[0].precision_map
+        self._decisions[version] = Decision(candidates=candidates)
         if result.out_of_reach is not None and plan is not None:
             budget, reachable = self._request.budget, plan.target
             fields = {"kind": budget.kind, "wanted": budget.value, "reachable": reachable, "why": result.out_of_reach}
@@ -202,6 +195,15 @@ class RankZeroCoordinator:
         self._decisions[version] = Decision()
         self.event(step, "solve_failed", version=version, reason=reason, message=message, latency_s=seconds)
         print(f"snip: update {version}: {message}; the map in force stays", flush=True)
+
+    def _candidate(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with the predictions of its maps. Raises ValueError for NaN, before a rank adopts it."""
+        plan, precision_map = candidate.plan, self._with_predictions(candidate.precision_map)
+        if plan is not None:
+            phases = (PlanPhase(each.begin, self._with_predictions(each.precision_map)) for each in plan.phases)
+            plan = dataclasses.replace(plan, phases=tuple(phases))
+        (precision_map if plan is None else plan).to_json()
+        return dataclasses.replace(candidate, precision_map=precision_map, plan=plan)
 
     def _with_predictions(self, precision_map: PrecisionMap) -> PrecisionMap:
         """Add the fp4 share of FLOPs and the speedup of the whole step to a map under a budget of time or loss."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from snip_megatron.precision import FOUR_BIT, Format
 from snip_megatron.precision.budget import MAX_LOSS, Budget
+from snip_megatron.sensitivity.policies import in_nats
 from snip_megatron.timing.cost_model import CostModel
 
 MULTIPLIED: Mapping[str | None, tuple[str, ...]] = {
@@ -116,8 +117,3 @@ def dominated(budget: Budget, formats: tuple[str, ...], backend: str | None, *, 
         f" {multiplied[1]} everywhere beats these maps"
         + (f"; for speed use --snip-budget {LOSS} --snip-formats {','.join(multiplied)}, the default" if times else "")
     )
-
-
-def in_nats(policy: str, q: str) -> bool:
-    """Return whether a policy's scores are predicted losses in nats (see sensitivity/README.md)."""
-    return policy == "fisher" or (policy == "snip" and q == "split")

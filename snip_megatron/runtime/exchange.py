@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.precision.strict_json import JsonFields
+from snip_megatron.runtime.solving import Candidate
 
 EXIT_MAP_MISMATCH = 18
 """Exit code if ranks received different maps (Megatron's rerun state machine uses 16 and 17)."""
@@ -35,14 +35,14 @@ class Decision:
     """Rank 0's decision at the step at which an update is due.
 
     Attributes:
-        precision_map: The map to adopt. None if there is none.
-        plan: The plan of the remaining phases. None in a run without phases.
+        precision_map: A map that is adopted as it is. None if there is none.
         ready: Whether the solver has answered. If not, the decision is postponed.
+        candidates: The maps of an update, of which one is adopted. Empty if the update has none.
     """
 
     precision_map: PrecisionMap | None = None
-    plan: PrecisionPlan | None = None
     ready: bool = True
+    candidates: tuple[Candidate, ...] = ()
 
 
 class MapMismatchError(SnipError):
@@ -292,9 +292,9 @@ class UpdateBrokenError(SnipError):
 class Transaction:
     """An update, which all ranks finish or all drop.
 
-    Its parts are ``memory``, ``preparation``, ``statistics``, ``weight_divergence``, ``forward_noise``, ``reduction``
-    and ``submission``. A rank does the work of a part inside :meth:`attempt` or :meth:`together`, which catch its
-    exceptions. Collectives stand between them, and are entered only after a vote.
+    Its parts are ``memory``, ``preparation``, ``statistics``, ``weight_divergence``, ``forward_noise``, ``reduction``,
+    ``submission`` and ``rise``. A rank does the work of a part inside :meth:`attempt` or :meth:`together`, which catch
+    its exceptions. Collectives stand between them, and are entered only after a vote.
 
     Attributes:
         part: The part in progress.

@@ -148,6 +148,13 @@ class HostStep(Protocol):
     def run(self) -> None:
         """Run forward and backward of the prepared pass. Gradients are zeroed before."""
 
+    def losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Run forwards of the prepared pass without gradients, in which experts are chosen anew.
+
+        Returns for each microbatch the loss of every token and its weight, 0 for tokens that the loss leaves out. Empty
+        on ranks that compute no loss.
+        """
+
     def gradient_scale(self) -> float:
         """Return the factor from the gradients of a pass, summed over data parallel ranks, to those of the mean loss.
 

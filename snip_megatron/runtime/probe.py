@@ -1,8 +1,8 @@
 """The passes of an update over the first microbatches of a training step.
 
-All passes run in bf16 through the host's own schedule. Weights, optimizer state, random states and data order do not
-change. An update is a :class:`snip_megatron.runtime.exchange.Transaction`: if one of its parts fails on a rank, all
-ranks drop it.
+All passes run through the host's own schedule, in bf16 but for the forwards that measure maps. Weights, optimizer
+state, random states and data order do not change. An update is a
+:class:`snip_megatron.runtime.exchange.Transaction`: if one of its parts fails on a rank, all ranks drop it.
 
 | part | what may fail on a rank without harm to the training |
 |---|---|
@@ -13,6 +13,7 @@ ranks drop it.
 | ``forward_noise`` | as ``statistics``, ``LinearRecorder._compare``, ``ResidualStream._draw`` |
 | ``reduction`` | :meth:`ProbeRunner.fill_table`, ``ResidualStream.finish_statistics``, ``PartialTable.pack`` |
 | ``submission`` | ``RankZeroCoordinator.submit`` |
+| ``rise`` | ``HostStep.prepare``, ``HostStep.losses`` (in :func:`snip_megatron.runtime.rise.measure_rises`) |
 
 An exception in the model's own forward or backward is one of these where no rank waits for another one inside a pass
 (data parallelism alone). Elsewhere it ends the job with a line (:class:`UpdateBrokenError`).
@@ -29,12 +30,14 @@ import torch.distributed as dist
 
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.numerics.quantize import derive_seed
+from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime import probe_memory as memory
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import Failure, Transaction, UpdateBrokenError, UpdateDroppedError
 from snip_megatron.runtime.host import Host, HostStep, LocalSink, ProbeResult, Unmeasured
 from snip_megatron.runtime.residual_stream import ResidualStream
+from snip_megatron.runtime.rise import Rise, measure_rises
 from snip_megatron.sensitivity.recorder import LinearRecorder, Pass, attached
 from snip_megatron.sensitivity.reduction import (
     PartialTable,
@@ -113,13 +116,44 @@ class ProbeRunner:
             SnipError: On all ranks, if the model or the loop is not one that SNIP measures.
             UpdateBrokenError: On one rank, if it failed where others wait for it.
         """
-        update, sequences = Transaction(self._host.device), 0
-        try:
+        sequences = 0
+
+        def work(update: Transaction) -> ProbeResult | Unmeasured:
+            nonlocal sequences
             fitting = self.fit(step, most, update)
             if isinstance(fitting, Unmeasured):
                 return fitting
             sequences = fitting
             return self.run(step, clip, sequences, update)
+
+        return self._transact(step, work, lambda: sequences)
+
+    def measure_maps(
+        self, step: HostStep, maps: Sequence[PrecisionMap], most: int | None = None
+    ) -> list[Rise] | Unmeasured:
+        """Measure how much each map raises the loss, or return why all ranks drop the update. Collective.
+
+        ``step`` is the one before which a map is adopted, and ``most`` the sequences of a microbatch that the update's
+        probes took. A forward without gradients takes less memory than their passes. What is restored and raised is as
+        in :meth:`measure`.
+        """
+        sequences = step.sequences if most is None else min(most, step.sequences)
+
+        def work(update: Transaction) -> list[Rise] | Unmeasured:
+            return measure_rises(maps, self._host, self._registry, step, self._microbatches(step), sequences, update)
+
+        return self._transact(step, work, lambda: sequences)
+
+    def _transact[T](
+        self, step: HostStep, work: Callable[[Transaction], T | Unmeasured], sequences: Callable[[], int]
+    ) -> T | Unmeasured:
+        """Return the result of ``work`` in a transaction, or why all ranks drop the update. Collective.
+
+        ``sequences`` are those of a microbatch that ``work`` took, 0 if it took none.
+        """
+        update = Transaction(self._host.device)
+        try:
+            return work(update)
         except UpdateDroppedError as dropped:
             failure = dropped.failure
             if dropped.everywhere:
@@ -128,7 +162,7 @@ class ProbeRunner:
             failure = Failure.of(update.part, error)
             if group_size(None) > 1:
                 raise UpdateBrokenError(step.step, failure, error) from error
-        fewer = max(1, sequences // 2) if failure.out_of_memory and sequences else None
+        fewer = max(1, sequences() // 2) if failure.out_of_memory and sequences() else None
         return Unmeasured(str(failure), failure.fields, fewer)
 
     def fit(self, step: HostStep, most: int | None, update: Transaction) -> int | Unmeasured:

@@ -183,7 +183,8 @@ FAULT_EVENTS = (
 )  # fmt: skip
 """Kinds of events that report trouble. The report shows them first."""
 COSTS = (
-    "compile", "probe", "collect", "times", "submit", "dropped", "postpone", "kept", "guard", "adopt", "recapture",
+    "compile", "probe", "collect", "times", "submit", "dropped", "postpone", "kept", "guard", "rise", "adopt",
+    "recapture",
 )  # fmt: skip
 """Kinds of events whose ``wait_s`` a training without SNIP would not have."""
 MAX_SCORES = 100
@@ -235,6 +236,8 @@ class Update:
         latency_s: Seconds from the submission to the answer.
         lag_s: Seconds from the submission to the adoption.
         wait_s: Cost of the update in seconds: the sum of ``wait_s`` of its events of the kinds :data:`COSTS`.
+        predicted, measured, error: Rise of the loss by fprops in nats, as predicted and as measured with its standard
+            error, of the best map.
         status: What the solver said, or why there was no answer.
         achieved: The fp4 share of FLOPs that the solver reached.
         changed: Number of GEMMs whose format the adoption changed.
@@ -249,6 +252,9 @@ class Update:
     latency_s: float | None = None
     lag_s: float | None = None
     wait_s: float | None = None
+    predicted: float | None = None
+    measured: float | None = None
+    error: float | None = None
     status: str = ""
     objective: float | None = None
     bound: float | None = None
@@ -406,14 +412,17 @@ def _map_of(step: int, version: int | None, maps: Mapping[int, PrecisionMap]) ->
 def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
     """Return the updates in the order of their submissions.
 
-    Probes at the step of a submission belong to its update.
+    Probes at the step of a submission belong to its update, and so does a second solution of the same statistics.
     """
+    first: dict[int | None, int | None] = {}  # version of a second solution → that of its update
     by_update: dict[int | str, list[Mapping[str, Any]]] = {}  # keyed by version, or by step if there is none
     keys: dict[int, int | str] = {}  # step of a submission → key of its update
     pending: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     latest: int | str | None = None  # key of the update whose map is in force
     for event in events:
-        step, version = event["step"], version_of(event)
+        step, version = event["step"], first.get(version_of(event), version_of(event))
+        if event["event"] == "rejected" and type(event.get("again")) is int:
+            first[event["again"]] = version
         if event["event"] in ("collect", "probe", "times", "dropped"):
             pending[step].append(event)
         elif event["event"] == "submit":
@@ -427,6 +436,9 @@ def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
     for step, probes in pending.items():  # an update that was dropped, such as one with NaN in a statistic
         by_update.setdefault(keys.get(step, f"step {step}"), []).extend(probes)
     return sorted((_update(each) for each in by_update.values()), key=lambda update: update.step)
+
+
+_RISE = (("predicted", "predicted", "rise"), ("measured", "measured", "rise"), ("error", "measured", "error"))
 
 
 def _update(events: Sequence[Mapping[str, Any]]) -> Update:
@@ -454,6 +466,7 @@ def _update(events: Sequence[Mapping[str, Any]]) -> Update:
         latency_s=number(last("solved", "latency_s")),
         lag_s=None if begin is None or end is None else max(0.0, end - begin),
         wait_s=total("wait_s", COSTS),
+        **{name: number(last("rise", f"{kind}_{field}")) for name, kind, field in _RISE},
         status=_status(events),
         achieved=number(last("solved", share)),
         adopted_step=adopted.get("step"),

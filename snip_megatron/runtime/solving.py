@@ -24,6 +24,7 @@ from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
+from snip_megatron.precision.strict_json import JsonFields
 
 if TYPE_CHECKING:
     from snip_megatron.sensitivity.request import SolveRequest
@@ -43,16 +44,38 @@ class SolveJob:
 
 
 @dataclass(frozen=True)
+class Candidate(JsonFields):
+    """A map of an update, of which one is adopted.
+
+    Attributes:
+        precision_map: The map, which is the first of ``plan`` if there is one. Its target and predicted loss are those
+            of the update, also if the solver minimised scores of another policy.
+        policy: The policy whose scores the solver minimised.
+        predicted: The predicted rise of the loss by the map's fprops, ΣΔL in nats. None if it is not known.
+        backward: The predicted rise by its dgrads and wgrads in nats. 0 if the policy does not score them in nats.
+        plan: The plan of the remaining phases. None in a run without phases.
+        weight: What the budget bounds, relative to the predicted rise by the map. It is 1 without phases.
+    """
+
+    precision_map: PrecisionMap
+    policy: str
+    predicted: float | None
+    backward: float = 0.0
+    plan: PrecisionPlan | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
 class SidecarResult:
-    """The outcome of one job. Either ``precision_map`` or ``failure`` is set.
+    """The outcome of one job. Either ``candidates`` or ``failure`` is set.
 
     Attributes:
         version: Version of the request. The client sets it.
         failure: Why there is no map: ``died`` (the process ended), ``exception``, ``infeasible``, ``deadline`` (no
             answer in time) or ``oom``. None if there is one.
         message: The failure in one line.
-        precision_map: The map. For a request with phases it is the first map of ``plan``.
-        plan: The plan of a request with phases. None for another request.
+        candidates: The map or plan of the request, and that of the rule ``backward-first`` if it costs the same and is
+            another map.
         out_of_reach: Why past steps have made the request's budget over the run impossible. ``plan`` then has the
             highest reachable budget. None if it has the request's.
         problem_json: The Problem. None if the job failed before it was built.
@@ -63,8 +86,7 @@ class SidecarResult:
     version: int = 0
     failure: str | None = None
     message: str = ""
-    precision_map: PrecisionMap | None = None
-    plan: PrecisionPlan | None = None
+    candidates: tuple[Candidate, ...] = ()
     out_of_reach: str | None = None
     problem_json: str | None = None
     scores: Mapping[str, Any] = field(default_factory=dict)
@@ -120,10 +142,66 @@ def solve_job(job: SolveJob) -> SidecarResult:
             why += f" (phases 0, 1, … begin at steps {', '.join(map(str, request.phases.begins))})"
             why += "; lower its budget in --snip-schedule, or pin less"
         return dataclasses.replace(result, failure="infeasible", message=why)
-    if request.phases is None:
-        return dataclasses.replace(result, precision_map=solution.to_precision_map(request.version))
-    plan = _plan(job, solution, scores)
-    return dataclasses.replace(result, precision_map=plan.at(0), plan=plan, out_of_reach=out_of_reach)
+    plan = None if request.phases is None else _plan(job, solution, scores)
+    own = _candidate(request, solution.to_precision_map(request.version) if plan is None else plan.at(0), scores)
+    if plan is not None:
+        rise = _sum_of_scores(own.precision_map, scores, "q")
+        of_run = solution.loss if request.budget.kind == "loss" else None
+        own = dataclasses.replace(own, plan=plan, weight=1.0 if of_run is None or rise <= 0.0 else of_run / rise)
+    rule = _rule(job, own.precision_map, scores, limits)
+    return dataclasses.replace(result, candidates=(own,) if rule is None else (own, rule), out_of_reach=out_of_reach)
+
+
+def _candidate(
+    request: SolveRequest, precision_map: PrecisionMap, scores: Mapping[str, Any], policy: str | None = None
+) -> Candidate:
+    """Return a map that was solved by ``policy``, by default the request's, with its figures by ``scores``."""
+    from snip_megatron.sensitivity.policies import in_nats, needs_forward_noise
+
+    predicted, backward = _sum_of_scores(precision_map, scores, "delta_loss"), 0.0
+    if needs_forward_noise(request) and in_nats(request.policy, request.q):
+        backward = max(0.0, _sum_of_scores(precision_map, scores, "q") - predicted)
+    return Candidate(precision_map, policy or request.policy, predicted, backward)
+
+
+def _rule(
+    job: SolveJob, chosen: PrecisionMap, scores: Mapping[str, Any], limits: Mapping[str, Any]
+) -> Candidate | None:
+    """Return the map of ``backward-first`` at the cost of ``chosen``. None if it is the same map, or there is none.
+
+    Its own scores are no losses. Under ``loss=`` it must therefore reach the speedup of ``chosen``. It is a candidate
+    where dgrads and wgrads are scored in nats, and not beside a plan. A measured rise does not show what they cost: if
+    their unit were another, the rule would always seem the better map. If they score nothing (``fisher``), the map is
+    that of the rule but for ties.
+    """
+    from snip_megatron.sensitivity.policies import in_nats, needs_forward_noise
+    from snip_megatron.sensitivity.problem import build_problem
+    from snip_megatron.solver import solve
+
+    request, budget = job.request, job.request.budget
+    if request.phases is not None or not needs_forward_noise(request) or not in_nats(request.policy, request.q):
+        return None
+    if budget.kind == "loss":
+        if chosen.speedup is None or chosen.speedup <= 1.0:
+            return None
+        budget = Budget("speedup", chosen.speedup * (1.0 - 1e-9))
+    problem, _ = build_problem(job.table, dataclasses.replace(request, policy="backward-first", budget=budget))
+    solution = solve(problem, **limits)
+    if solution.status == "infeasible" or solution.choices == dict(chosen.choices):
+        return None
+    rule = solution.to_precision_map(request.version)
+    q = _sum_of_scores(rule, scores, "q")
+    rule = dataclasses.replace(
+        rule, objective=q, bound=chosen.bound, target=chosen.target, budget=chosen.budget,
+        loss=None if chosen.loss is None else q,
+    )  # fmt: skip
+    return _candidate(request, rule, scores, "backward-first")
+
+
+def _sum_of_scores(precision_map: PrecisionMap, scores: Mapping[str, Any], column: str) -> float:
+    """Return the sum of a column of ``scores`` over a map's choices. A format that only a pin allows has no score."""
+    chosen = (scores[key].get(fmt.value) for key, fmt in precision_map.choices.items() if key in scores)
+    return math.fsum(score[column] for score in chosen if score is not None)
 
 
 def _plan(job: SolveJob, solution: Solution, scores: Mapping[str, Any]) -> PrecisionPlan:
@@ -132,8 +210,7 @@ def _plan(job: SolveJob, solution: Solution, scores: Mapping[str, Any]) -> Preci
     plan = solution.to_plan(job.request.phases.begins, job.request.version)
 
     def with_loss(phase: PlanPhase) -> PlanPhase:
-        chosen = (scores[key].get(fmt.value) for key, fmt in phase.precision_map.choices.items())
-        loss = math.fsum(score["q"] for score in chosen if score is not None)  # a pinned format has no score
+        loss = _sum_of_scores(phase.precision_map, scores, "q")
         return PlanPhase(phase.begin, dataclasses.replace(phase.precision_map, loss=loss))
 
     return dataclasses.replace(plan, phases=tuple(map(with_loss, plan.phases)))

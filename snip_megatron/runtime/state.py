@@ -20,6 +20,7 @@ from snip_megatron.precision.strict_json import JsonFields, check_schema, read_o
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import StepFigures
 from snip_megatron.runtime.guard import Alarm, GuardState
+from snip_megatron.runtime.solving import Candidate
 from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 
@@ -100,6 +101,7 @@ class Pending(JsonFields):
         version: Version of its map.
         table: Its statistics.
         phases: The phases that it plans. None if it solves a single map.
+        rejected: The best candidate of its first solution, which broke the bound of the loss as measured. None before.
     """
 
     step: int
@@ -107,6 +109,7 @@ class Pending(JsonFields):
     version: int
     table: StatisticsTable
     phases: PhasedRequest | None = None
+    rejected: Candidate | None = None
 
 
 @dataclass
@@ -127,6 +130,7 @@ class ControllerState(JsonFields):
         sequences: Sequences of a microbatch that the probes of the latest update took.
         postponed: The step before which an update starts that had to wait for kernels or was dropped.
         failures: Number of updates in a row that were dropped.
+        correction: Factor of the predicted losses, as measured rises require. See :meth:`Comparison.corrected`.
     """
 
     precision_map: PrecisionMap | None = None
@@ -142,6 +146,7 @@ class ControllerState(JsonFields):
     sequences: int | None = None
     postponed: int | None = None
     failures: int = 0
+    correction: float = 1.0
 
     def to_bytes(self) -> bytes:
         """Return the state as UTF-8 JSON."""

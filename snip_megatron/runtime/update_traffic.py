@@ -70,6 +70,7 @@ def update_collectives(
     decision: int,
     microbatches: int,
     weighs_updates: bool,
+    candidates: int = 1,
     per_token_loss: bool = False,
     on_gpu: bool = True,
 ) -> list[Collectives]:
@@ -80,9 +81,10 @@ def update_collectives(
         ranks: Group → its size. Groups that are not there have one rank.
         formats: Number of measured formats.
         table: Bytes of the statistics table.
-        decision: Bytes of rank 0's message: the pickled map or plan.
+        decision: Bytes of rank 0's message: the pickled maps or plan.
         microbatches: Microbatches of a pass on this rank.
         weighs_updates: Whether the update runs the pass of forward noise and measures weight divergence.
+        candidates: Number of maps that are measured, each in a forward of its own.
         per_token_loss: Whether the ranks count the tokens of the loss (``--calculate-per-token-loss``).
         on_gpu: Whether the memory of the ranks is compared first.
     """
@@ -105,6 +107,9 @@ def update_collectives(
     tables = 3 if weighs_updates else 1
     calls.append(Collectives("statistics", "world", tables, tables * table))
     calls.append(Collectives("decision", "world", 3, decision + _DECISION))
+    forwards = 1 + candidates
+    calls.append(Collectives("votes about forwards", "world", forwards + 1, (forwards + 1) * _VOTE))
+    calls.append(Collectives("measured rises", "world", 1, (1 + 2 * candidates) * _FLOAT64))
     return [call for call in calls if call.count and (call.group == "world" or ranks.get(call.group, 1) > 1)]
 
 

@@ -63,9 +63,17 @@ def needs_forward_noise(request: SolveRequest) -> bool:
     return request.policy == "snip" and request.estimator == "noise"
 
 
+def in_nats(policy: str, q: str) -> bool:
+    """Return whether the scores of a policy are predicted losses in nats."""
+    return policy == "fisher" or (policy == "snip" and q == "split")
+
+
 def divergences(table: StatisticsTable, request: SolveRequest) -> tuple[FloatArray, FloatArray]:
-    """Return (ΔL in nats, ΔW) of every option, float64 [linears, 3, formats]. ΔW is 0 if the policy does not use it."""
-    loss = second_order(table, request.formats)
+    """Return (ΔL in nats, ΔW) of every option, float64 [linears, 3, formats]. ΔW is 0 if the policy does not use it.
+
+    If a map raised the loss by more than was predicted, the table's ``correction`` is the factor of ΔL.
+    """
+    loss = table.meta.get("correction", 1.0) * second_order(table, request.formats)
     if not needs_forward_noise(request):
         return loss, np.zeros_like(loss)
     return loss, weight_divergence(table, request.formats)

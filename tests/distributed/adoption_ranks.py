@@ -14,6 +14,7 @@ from dense_names import dense_names
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.runtime.exchange import Decision, MapChannel, MapMismatchError, StepFigures, StepReport
+from snip_megatron.runtime.solving import Candidate
 
 NAMES = dense_names(3)
 CPU = torch.device("cpu")
@@ -99,8 +100,9 @@ def a_plan() -> PrecisionPlan:
 def plan(rank: int = 0, faults: int = 0) -> dict[str, Any]:
     channel = FaultyChannel(faults if dist.get_rank() == rank else 0)
     try:
-        found = channel.agree(only_on_zero(Decision(a_map(), a_plan()))).plan
-        return {"plan": None if found is None else found.as_dict(), "broadcasts": channel.broadcasts}
+        sent = Decision(candidates=(Candidate(a_map(), "snip", 0.5, plan=a_plan()),))
+        (candidate,) = channel.agree(only_on_zero(sent)).candidates
+        return {"plan": candidate.plan and candidate.plan.as_dict(), "broadcasts": channel.broadcasts}
     except MapMismatchError as error:
         return {"error": str(error), "exit_code": error.exit_code}
 

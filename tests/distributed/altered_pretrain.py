@@ -31,7 +31,7 @@ from snip_megatron.megatron.startup import prepare
 from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.runtime import sidecar
 
-NAMED = ("frozen", "spikes", "tight", "replicas", "sent", "captures", "logits", "trace", "crash")
+NAMED = ("frozen", "spikes", "low", "tight", "replicas", "sent", "captures", "logits", "trace", "crash")
 TOKENS = torch.arange(2 * 64).view(2, 64) * 37 % 200
 LENGTHS = (1, 130, 384, 2048)
 
@@ -158,6 +158,20 @@ def spikes() -> None:
         return loss * factor, tokens, {name: v * v.new_tensor([factor, 1.0]) for name, v in reported.items()}
 
     entry.loss_function = spiking
+
+
+def low() -> None:
+    """Statistics that predict <factor> times the rise of the loss."""
+    from snip_megatron.runtime.probe import ProbeRunner
+
+    measure = ProbeRunner.measure
+
+    def scaled(*args: Any) -> Any:
+        result = measure(*args)
+        result.table.arrays["by_format.c2"] *= float(os.environ["LOW"])  # type: ignore[union-attr]
+        return result
+
+    ProbeRunner.measure = scaled  # type: ignore[method-assign]
 
 
 def tight() -> None:

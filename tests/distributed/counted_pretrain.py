@@ -1,7 +1,8 @@
 """The training entry, counting what an update exchanges and opens: module of warm ranks, with ``COUNTED=<folder>``.
 
 Each rank writes ``rank<k>.json``: ``calls`` (group → [count, bytes], of the first update, without its passes),
-``opened`` (paths that SNIP opened at its steps' boundaries), and on rank 0 ``planned``, what ``snip plan`` says.
+``opened`` (paths that SNIP opened at its steps' boundaries), ``decision`` (bytes of the message with the maps),
+``forwards`` (number of those that measured them), and on rank 0 ``planned``, what ``snip plan`` says.
 """
 
 import contextlib
@@ -81,14 +82,11 @@ def group_name(group: Any) -> str:
 
 
 def planned(args: Any, registry: Any, config: Any, precision_map: Any) -> Any:
-    """What ``snip plan`` says of this training, and the bytes of a decision beyond those of its map."""
+    """What ``snip plan`` says of this training."""
     from snip_megatron.megatron.times import layout_of
     from snip_megatron.planner.plan import update_scale
-    from snip_megatron.runtime.exchange import Decision
 
-    body = update_scale(layout_of(args, registry.rows, config), config, precision_map)
-    more = len(pickle.dumps(Decision(precision_map))) - len(pickle.dumps(precision_map))
-    return body | {"of_decision": more}
+    return update_scale(layout_of(args, registry.rows, config), config, precision_map)
 
 
 def main() -> int:
@@ -98,10 +96,12 @@ def main() -> int:
     from snip_megatron.megatron.host import MegatronStep
     from snip_megatron.runtime import probe_memory
     from snip_megatron.runtime.controller import Controller
+    from snip_megatron.runtime.exchange import MapChannel
 
-    counter, body, number = Counter(), {}, os.environ["RANK"]
+    counter, body, number = Counter(), dict[str, Any](forwards=0), os.environ["RANK"]
     counter.install()
     before_step, after_step, schedule = Controller.before_step, Controller.after_step, MegatronStep.schedule
+    losses, agree = MegatronStep.losses, MapChannel.agree
 
     def before(controller: Any, step: int, *args: Any) -> None:
         counter.watches = True
@@ -122,6 +122,16 @@ def main() -> int:
         with counter.only(counts=False):
             schedule(*args, **kwargs)
 
+    def forward(step: MegatronStep) -> Any:
+        body["forwards"] += 1
+        return losses(step)
+
+    def agreed(channel: MapChannel, value: Any) -> Any:
+        if getattr(value, "candidates", ()):  # on rank 0
+            body["decision"] = len(pickle.dumps(value))
+        return agree(channel, value)
+
+    MegatronStep.losses, MapChannel.agree = forward, agreed  # type: ignore[method-assign]
     Controller.before_step, Controller.after_step = before, after  # type: ignore[method-assign]
     MegatronStep.schedule = passes  # type: ignore[method-assign]
     probe_memory.device_memory = lambda device: probe_memory.FreeMemory(1e12, 0.0, 0.0)

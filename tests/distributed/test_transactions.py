@@ -60,7 +60,11 @@ def test_an_update_that_fails_anywhere_on_one_rank_is_dropped_and_tried_again(
         (FIRST + i * INTERVAL, 0 if part in ("submission", "forward_noise") else i % ranks, target, "RuntimeError")
         for i, (part, target) in enumerate(parts)
     ]
-    steps = FIRST + len(parts) * INTERVAL
+    end = FIRST + len(parts) * INTERVAL
+    # Maps are measured: a forward fails, or what precedes it where ranks wait for each other inside one.
+    forward = FORWARD[1] if place == "distributed-optimizer" else "snip_megatron.megatron.host:MegatronStep.prepare"
+    failures.append((end + LAG, 1, forward, "RuntimeError"))
+    steps = end + INTERVAL
     saving = ["--save-interval", str(steps), "--num-layers", "2" if "--num-experts" not in layout else "4"]
     if place == "distributed-optimizer":
         saving.append("--dist-ckpt-optim-fully-reshardable")
@@ -72,9 +76,11 @@ def test_an_update_that_fails_anywhere_on_one_rank_is_dropped_and_tried_again(
     plain = warm.succeed(ranks, arguments("plain"), tmp=tmp_path / "undisturbed")
     events = list(read_events(tmp_path / "saved" / "snip"))
     dropped = [(e["step"], e["part"], e["rank"], e["until"]) for e in events if e["event"] == "dropped"]
+    parts.append(("rise", ""))
     expected = [(f[0], part[0], f[1], f[0] + LAG) for f, part in zip(failures, parts, strict=True)]
     assert dropped == expected
-    assert [e["step"] for e in events if e["event"] == "submit"] == [f[0] + LAG for f in failures]
+    submitted = [f[0] + LAG for f in failures]
+    assert [e["step"] for e in events if e["event"] == "submit"] == [*submitted[:-1], end, submitted[-1]]
     assert all(f"the update of step {f[0]} is dropped: rank {f[1]} on " in failed.stdout for f in failures)
     assert printed_losses(failed) == printed_losses(plain)
     assert differences(*(read_checkpoint(tmp_path / name, steps) for name in ("plain", "saved"))) == []

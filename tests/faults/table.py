@@ -39,8 +39,11 @@ def _inf_before_reduction(genuine: Callable[..., Any], table: Any, *args: Any) -
 
 
 def _nan_in_answer(genuine: Callable[..., Any], coordinator: Any, step: int, result: Any) -> Any:
-    spoilt = result.precision_map and dataclasses.replace(result.precision_map, objective=float("nan"))
-    return genuine(coordinator, step, dataclasses.replace(result, precision_map=spoilt))
+    spoilt = tuple(
+        dataclasses.replace(each, precision_map=dataclasses.replace(each.precision_map, objective=float("nan")))
+        for each in result.candidates
+    )
+    return genuine(coordinator, step, dataclasses.replace(result, candidates=spoilt))
 
 
 @dataclass(frozen=True)

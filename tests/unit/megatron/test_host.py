@@ -13,7 +13,7 @@ from small_decoder import dense
 from torch_attention import TorchAttention
 
 from snip_megatron.layers.context import StepContext
-from snip_megatron.megatron.host import MegatronStep, StepCall, chunk_of
+from snip_megatron.megatron.host import MegatronStep, StepCall, _note_losses, chunk_of
 from snip_megatron.megatron.model_linears import built_linears, model_linears
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.residual_stream import ResidualStream
@@ -188,3 +188,21 @@ def test_attention_logits_of_a_probe_do_not_clip_the_step() -> None:
     MegatronStep(call, args, ProbeGroups(None, None)).schedule([0])  # type: ignore[arg-type]
     assert fresh.current_max_attn_logits is None
     assert used.current_max_attn_logits.tolist() == [1.0, 3.0]
+
+
+def test_losses_of_tokens_are_noted_with_those_that_count() -> None:
+    output, mask = torch.rand(2, 3), torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    loss, tokens, _ = _note_losses(found, lambda o: ((o * mask).sum(), mask.sum().int(), {}), output)
+    ((losses, counts),) = found
+    assert (torch.equal(losses, output), torch.equal(counts, mask.bool())) == (True, True)
+    assert (loss.requires_grad, int(tokens)) == (False, 4)
+
+
+def test_a_loss_of_logits_is_that_of_one_token() -> None:
+    logits = torch.rand(4, 8)
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    _note_losses(found, lambda o: (o.logsumexp(1).sum(), torch.tensor(4), {}), logits)
+    ((losses, counts),) = found
+    assert losses.tolist() == pytest.approx([logits.logsumexp(1).mean().item()])
+    assert counts.tolist() == [True]

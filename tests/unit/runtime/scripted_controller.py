@@ -16,9 +16,10 @@ from snip_megatron.precision import Format, LinearId, LinearRow, PrecisionMap
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.controller import Controller
+from snip_megatron.runtime.controller import Controller, Measure
 from snip_megatron.runtime.exchange import Decision, MapChannel, StepFigures, StepReport
 from snip_megatron.runtime.host import ProbeResult
+from snip_megatron.runtime.solving import Candidate
 from snip_megatron.runtime.state import ControllerState, Timeline
 from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.table import LINEAR_COLUMNS, StatisticsTable
@@ -51,11 +52,13 @@ class Script:
     events: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
     submitted: list[tuple[int, int]] = field(default_factory=list)
     phases: list[PhasedRequest | None] = field(default_factory=list)
+    tables: list[StatisticsTable] = field(default_factory=list)
 
     def submit(self, step: int, table: StatisticsTable, version: int, phases: PhasedRequest | None = None) -> float:
         assert table.step == step
         self.submitted.append((step, version))
         self.phases.append(phases)
+        self.tables.append(table)
         return 0.0
 
     def receive_results(self, step: int) -> None: ...
@@ -94,14 +97,14 @@ def a_map(fmt: Format, version: int = 0) -> PrecisionMap:
 
 
 def ready(version: int, fmt: Format = Format.FP4) -> Decision:
-    return Decision(a_map(fmt, version))
+    return Decision(candidates=(Candidate(a_map(fmt, version), "snip", 0.0),))
 
 
 def planned(version: int, last: int, **begins: Format) -> Decision:
     """A plan whose phase in ``fmt`` begins at step N, given as ``at_N=fmt``."""
     phases = tuple(PlanPhase(int(name[3:]), a_map(fmt, version)) for name, fmt in begins.items())
     plan = PrecisionPlan(phases, last, version=version, status="optimal", target=0.5, achieved=0.5)
-    return Decision(phases[0].precision_map, plan)
+    return Decision(candidates=(Candidate(phases[0].precision_map, "snip", 0.0, plan=plan),))
 
 
 class SlowKernels:
@@ -159,6 +162,7 @@ class Run:
         end: int,
         grad_norm: float | None = 0.5,
         loss: Callable[[int], float] = lambda step: 10.0 - step,
+        measure: Measure | None = None,
     ) -> None:
         for step in range(start, end):
 
@@ -166,6 +170,6 @@ class Run:
                 self.clips.append(clip)
                 return measured(table(step))
 
-            self.controller.before_step(step, probe)
+            self.controller.before_step(step, probe, measure)
             self.formats[step] = self.handle.formats[0]
             self.controller.after_step(step, torch.tensor(loss(step)), grad_norm)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.precision import Format
-from snip_megatron.runtime.solving import SidecarResult, SolveJob
+from snip_megatron.runtime.solving import Candidate, SidecarResult, SolveJob
 from snip_megatron.solver import Choice, Item, Problem, solve
 
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -21,8 +21,9 @@ def plain(job: SolveJob) -> SidecarResult:
     )
     problem = Problem(job.request.budget, items)
     scores = {"pid": float(os.getpid())}
+    solved = solve(problem).to_precision_map(job.request.version)
     return SidecarResult(
-        precision_map=solve(problem).to_precision_map(job.request.version),
+        candidates=(Candidate(solved, job.request.policy, 0.0),),
         problem_json=problem.to_json(),
         scores=scores,
     )
@@ -51,4 +52,4 @@ def environment(job: SolveJob) -> SidecarResult:
     seen = {name: os.environ[name] for name in RANK_NAMES if name in os.environ}
     heavy = [m for m in ("torch", "megatron", "__mp_main__") if m in sys.modules]
     scores: dict[str, Any] = {"rank": seen, "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"), "imported": heavy}
-    return SidecarResult(precision_map=plain(job).precision_map, scores=scores)
+    return SidecarResult(candidates=plain(job).candidates, scores=scores)

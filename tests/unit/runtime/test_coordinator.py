@@ -63,7 +63,7 @@ def test_an_update_of_another_layout_is_solved_for_the_stages_of_this_one() -> N
     coordinator.submit(8, measured, version=2)
     decision = coordinator.decision(12, version=2)
     coordinator.close()
-    assert dict(decision.precision_map.achieved_per_stage) == {"0": 0.5, "1": 0.5}
+    assert dict(decision.candidates[0].precision_map.achieved_per_stage) == {"0": 0.5, "1": 0.5}
 
 
 def test_a_solve_that_failed_is_printed_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +90,7 @@ def test_a_map_is_predicted_by_the_steps_of_the_map_in_force() -> None:
         coordinator.record_step_time(step, 0.1)
     for begin, expected in ((20, None), (60, 0.1 / 0.04)):  # without the waits of the host, which are no GEMM's
         coordinator.submit(begin, table(8), version=begin)
-        chosen = coordinator.decision(begin + 2, version=begin).precision_map
+        chosen = coordinator.decision(begin + 2, version=begin).candidates[0].precision_map
         if expected is not None:
             assert chosen.step_speedup == pytest.approx(expected)
         coordinator.record_adoption(begin + 2, chosen)

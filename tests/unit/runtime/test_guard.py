@@ -138,8 +138,8 @@ def guarded(script: Script, restored: ControllerState | None = None) -> Run:
 
 
 def objective(decision: Decision, value: float) -> Decision:
-    assert decision.precision_map is not None
-    return Decision(replace(decision.precision_map, objective=value))
+    (candidate,) = decision.candidates
+    return Decision(candidates=(replace(candidate, precision_map=replace(candidate.precision_map, objective=value)),))
 
 
 def spiky_answers() -> dict[int, list[Decision]]:

@@ -39,13 +39,15 @@ def test_a_job_gives_a_map(start: Start) -> None:
     client.submit(make_job(version=5, target=0.5))
     result = next_result(client)
     assert result.failure is None
-    assert result.version == result.precision_map.version == 5
-    assert result.precision_map.status == "optimal"
+    (candidate,) = result.candidates
+    solved = candidate.precision_map
+    assert result.version == solved.version == 5
+    assert solved.status == "optimal"
     # Eight linears, ‖X‖² = 1 … 8: the four smallest take fp4.
-    assert result.precision_map.objective == 1 + 2 + 3 + 4
+    assert solved.objective == 1 + 2 + 3 + 4
     problem = Problem.from_json(result.problem_json)
-    assert [item.id for item in problem.items] == list(result.precision_map.choices)
-    assert sum(fmt is Format.FP4 for fmt in result.precision_map.choices.values()) == 4
+    assert [item.id for item in problem.items] == list(solved.choices)
+    assert sum(fmt is Format.FP4 for fmt in solved.choices.values()) == 4
     assert result.scores == {"pid": float(client.pid)}
     assert result.latency_s > 0
     assert client.poll() is None
@@ -76,7 +78,7 @@ def test_failures_are_told_apart(start: Start, policy: str, target: float, kind:
     assert message in result.message
     assert "\n" not in result.message
     client.submit(make_job(version=5))
-    assert next_result(client).precision_map is not None
+    assert next_result(client).candidates
 
 
 def test_what_a_job_prints_does_not_reach_the_answers(start: Start) -> None:
@@ -97,7 +99,7 @@ def test_killed_in_mid_job(start: Start, tmp_path: Path) -> None:
     assert (result.version, result.failure) == (1, "died")
     assert "SIGKILL" in result.message
     # The job behind it is not lost, and another process does it.
-    assert next_result(client).precision_map.version == 2
+    assert next_result(client).candidates[0].precision_map.version == 2
     assert client.pid != first
     assert client.restarts == 1
 
@@ -111,7 +113,7 @@ def test_sigterm_to_all_processes_of_a_step_is_for_the_ranks(start: Start) -> No
     assert next_result(client).failure is None
     os.kill(client.pid, signal.SIGTERM)
     client.submit(make_job(version=2))
-    assert next_result(client).precision_map.version == 2
+    assert next_result(client).candidates[0].precision_map.version == 2
     assert client.restarts == 0
 
 

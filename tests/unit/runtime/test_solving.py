@@ -34,7 +34,8 @@ def job(target: float, spent_steps: int, spent: float, floor: float | None = Non
 def test_a_plan_meets_the_average_with_what_was_spent() -> None:
     result = solve_job(job(0.7, 20, 0.5))
     assert result.failure is None
-    plan = result.plan
+    (candidate,) = result.candidates
+    plan = candidate.plan
     assert ([phase.begin for phase in plan.phases], plan.last, plan.version) == ([20, 50, 90], 100, 3)
     assert (plan.status, plan.target, result.out_of_reach) == ("optimal", 0.7, None)
     shares = [fp4_fraction(phase.precision_map, FLOPS) for phase in plan.phases]
@@ -42,13 +43,13 @@ def test_a_plan_meets_the_average_with_what_was_spent() -> None:
     assert average >= 0.7
     assert plan.achieved == pytest.approx(average)
     assert json.loads(result.problem_json or "")["schema"] == "snip.problem/2"
-    assert result.precision_map == plan.phases[0].precision_map
+    assert candidate.precision_map == plan.phases[0].precision_map
 
 
 def test_a_budget_that_is_out_of_reach_is_replaced_by_what_is_reachable() -> None:
     """Twenty of 100 steps at nothing, and a pin: 0.95 cannot be reached any more."""
     result = solve_job(job(0.95, 20, 0.0))
-    plan, why = result.plan, result.out_of_reach
+    plan, why = result.candidates[0].plan, result.out_of_reach
     assert why.startswith("the high")
     assert 0.0 < plan.target < 0.8
     assert plan.achieved >= plan.target - 1e-9

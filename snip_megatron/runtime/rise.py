@@ -1,0 +1,182 @@
+"""The measured rise of the loss: what each new map does to the loss of a step's own tokens, before one is adopted.
+
+A forward in bf16 and one under each map run on the same microbatches of a training step, those of a probe. The rise of
+a map is the mean over tokens of the difference of their losses. It is the effect of rounded fprops alone. What rounded
+dgrads and wgrads do to later losses cannot be measured in one step, so that maps are compared by the measured rise plus
+what their scores predict for dgrads and wgrads. Of a plan of several phases the map of the first one is measured.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from snip_megatron.layers.context import LinearHandle, Override
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.precision import ALL_BF16, Format, Formats, PrecisionMap
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.exchange import Transaction
+from snip_megatron.runtime.host import Host, HostStep, Unmeasured
+from snip_megatron.runtime.solving import Candidate
+from snip_megatron.sensitivity.policies import in_nats
+
+ERRORS = 2
+"""Number of standard errors by which a measured rise must exceed the bound before a map is rejected."""
+
+
+@dataclass(frozen=True)
+class Rise:
+    """The measured rise of the loss under a map, in nats.
+
+    Attributes:
+        mean: Mean over tokens of the loss under the map minus that in bf16.
+        error: Standard error of ``mean``. None with fewer than two tokens.
+    """
+
+    mean: float
+    error: float | None
+    tokens: int
+
+    @classmethod
+    def of(cls, tokens: float, total: float, squares: float) -> "Rise":
+        """Return the rise from sums over tokens: their number, which is not 0, Σd and Σd²."""
+        mean = total / tokens
+        variance = max(0.0, squares - total * mean) / (tokens - 1) if tokens > 1 else None
+        return cls(mean, None if variance is None else math.sqrt(variance / tokens), round(tokens))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The candidates of an update and their measured rises, equal on all ranks.
+
+    ``bound`` is the largest loss that the budget allows. None if it allows any.
+    """
+
+    candidates: Sequence[Candidate]
+    rises: Sequence[Rise]
+    bound: float | None
+
+    def _loss(self, index: int, errors: float = 0.0) -> float:
+        """Return the loss that the budget bounds, with the rise measured and ``errors`` standard errors added."""
+        candidate, rise = self.candidates[index], self.rises[index]
+        return candidate.weight * (rise.mean + errors * (rise.error or 0.0) + candidate.backward)
+
+    def breaks_bound(self, index: int) -> bool:
+        """Whether a candidate is above the bound by more than the error of its measurement."""
+        return self.bound is not None and self._loss(index, -ERRORS) > self.bound
+
+    @property
+    def best(self) -> int:
+        """Index of the candidate with the smallest loss, preferably one within the bound. The first of equal ones."""
+        return min(range(len(self.rises)), key=lambda i: (self.breaks_bound(i), self._loss(i)))
+
+    def corrected(self, correction: float) -> float:
+        """Return the factor of later predictions, if these were predicted with the factor ``correction``.
+
+        Predictions are multiplied by measured / predicted if the map of the update's own policy, which is the first
+        candidate, breaks the bound. If it rises less than predicted beyond its error, an earlier factor is taken back
+        as far, never below 1.
+        """
+        rise, predicted = self.rises[0], self.candidates[0].predicted
+        if self.bound is None or not predicted:
+            return correction
+        if self.breaks_bound(0) or rise.mean + ERRORS * (rise.error or 0.0) < predicted:
+            return max(1.0, float(f"{correction * rise.mean / predicted:.3e}"))
+        return correction
+
+    def fields(self, index: int) -> dict[str, Any]:
+        """Return the fields of events about a candidate."""
+        candidate, rise = self.candidates[index], self.rises[index]
+        return {
+            "policy": candidate.policy,
+            "predicted_rise": candidate.predicted,
+            "predicted_backward": candidate.backward,
+            "measured_rise": rise.mean,
+            "measured_error": rise.error,
+            "measured_tokens": rise.tokens,
+        }
+
+    def line(self, index: int) -> str:
+        """Return what the log says about a candidate."""
+        candidate, rise = self.candidates[index], self.rises[index]
+        error = "" if rise.error is None else f" ± {rise.error:.1g}"
+        predicted = "" if candidate.predicted is None else f", predicted {candidate.predicted:.3g}"
+        return f"raises the loss by {rise.mean:.3g}{error} nats on {rise.tokens} tokens{predicted}"
+
+
+def bound_of(config: SnipConfig) -> float | None:
+    """Return the largest loss in nats that a run's budget allows. None if it bounds none."""
+    bounded = config.budget.kind == "loss" and in_nats(config.policy, config.q)
+    return config.budget.value if bounded else None
+
+
+def measure_rises(
+    maps: Sequence[PrecisionMap],
+    host: Host,
+    registry: LinearRegistry,
+    step: HostStep,
+    microbatches: int,
+    sequences: int,
+    update: Transaction,
+) -> list[Rise] | Unmeasured:
+    """Run the forwards on the first microbatches of ``step``. Collective.
+
+    Returns the rise of each map, or why there is none: the loss leaves out all tokens, or is not finite at one.
+
+    Maps with the same formats of fprop share one forward. Linears multiply as in probes: outside of CUDA graphs, with
+    quantised weights that are dropped afterwards.
+
+    Raises UpdateDroppedError on all ranks if a forward fails on a rank.
+    """
+    context = registry.context
+    sums = torch.zeros(1 + 2 * len(maps), dtype=torch.float64, device=host.device)
+    counts = host.groups.tp_rank == 0  # the ranks of a tensor parallel group have the same losses
+
+    def forward(formats: dict[str, Formats]) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Return the losses of this rank. None if it has failed."""
+        overrides, plain = {name: Override(of_gemms) for name, of_gemms in formats.items()}, Override()
+
+        def override(handle: LinearHandle) -> Override:
+            return overrides.get(handle.name, plain)
+
+        def prepare() -> None:
+            registry.start_step(step.step)  # frees the weights of the forward before
+            step.prepare(microbatches, sequences)
+            context.override = override
+
+        update.together("rise", prepare)
+        return update.attempt(step.losses) if host.passes_alone else step.losses()
+
+    def add() -> None:
+        if not counts:
+            return
+        reference = forwards[fprops[0]] or []
+        sums[0] = sum(weight.double().sum() for _, weight in reference)
+        for index, of_map in enumerate(fprops[1:]):
+            for (loss, weight), (plain, _) in zip(forwards[of_map] or [], reference, strict=True):
+                rise = loss.double() - plain.double()
+                sums[1 + 2 * index] += (weight * rise).sum()
+                sums[2 + 2 * index] += (weight * rise.square()).sum()
+
+    formats: list[dict[str, Formats]] = [{}, *({n: each.formats_of(n) for n in registry.names} for each in maps)]
+    fprops = [tuple(each.get(name, ALL_BF16)[0] for name in registry.names) for each in formats]
+    forwards: dict[tuple[Format, ...], list[tuple[torch.Tensor, torch.Tensor]] | None] = {}
+    with ExitStack() as stack:
+        stack.enter_context(step.undisturbed())
+        stack.callback(registry.start_step, step.step)
+        stack.callback(setattr, context, "override", None)
+        for of_map, of_linears in zip(fprops, formats, strict=True):
+            if of_map not in forwards:
+                forwards[of_map] = forward(of_linears)
+        update.together("rise", add)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    tokens, *of_maps = sums.tolist()
+    if not tokens or not all(map(math.isfinite, of_maps)):
+        what = "the loss under a map is not finite" if tokens else "the loss leaves out all tokens"
+        return Unmeasured(f"rise: {what}", {"part": "rise"})
+    return [Rise.of(tokens, *of_maps[2 * i : 2 * i + 2]) for i in range(len(maps))]

@@ -1,0 +1,95 @@
+"""Maps are measured before one is adopted, through the real entry on gloo ranks."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import tiny_llama_args
+from timings import write_timings
+from warm_ranks import WarmRanks
+
+from snip_megatron.runtime.run_data import load_run, read_events, read_metrics
+from snip_megatron.sensitivity.table import StatisticsTable
+
+ADOPTED = 14
+SNIP = shlex.split(
+    "--snip --snip-estimator noise --snip-budget fp4=0.6 --snip-first-update 12 --snip-update-interval 100 --snip-lag 2"
+    " --snip-wait 240 --snip-settings probe_tokens=64"
+)
+LAYOUTS = {
+    "TP2 PP2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+    "DP2 EP2": (
+        2,
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96"
+        " --moe-layer-freq [0,1,1,0] --moe-token-dispatcher-type alltoall --micro-batch-size 1",
+    ),
+}
+
+
+def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run) if event["event"] == kind]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_rise_is_the_difference_of_two_trainings_at_the_adoption(
+    warm: WarmRanks, tmp_path: Path, layout: str
+) -> None:
+    """At that step both have the same weights and tokens: one trains under the map from then on, the other in bf16."""
+    ranks, arguments = LAYOUTS[layout]
+
+    def losses(*snip: str) -> dict[int, float]:
+        run = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        more = ("--snip-probe-microbatches", "2", "--snip-dir", str(run))
+        args = tiny_llama_args(*SNIP, *more, *arguments.split(), *snip, iters=ADOPTED + 2)
+        warm.succeed(ranks, args, tmp=run.with_suffix(".tmp"))
+        nonlocal latest
+        latest = run
+        return {each["step"]: each["loss"] for each in read_metrics(run)}
+
+    latest = tmp_path
+    in_bf16 = losses("--snip-policy", "bf16")
+    under_map = losses()
+    assert {step: under_map[step] for step in range(ADOPTED)} == {step: in_bf16[step] for step in range(ADOPTED)}
+    (measured,), (adopted,) = events_of(latest, "rise"), events_of(latest, "adopt")
+    assert (measured["step"], adopted["step"]) == (ADOPTED, ADOPTED)
+    assert measured["measured_rise"] == pytest.approx(under_map[ADOPTED] - in_bf16[ADOPTED], abs=3e-6)
+    assert abs(measured["measured_rise"]) > 1e-5
+    assert measured["measured_tokens"] == 4 * 64
+    assert measured["measured_error"] > 0.0
+    first, second = measured["candidates"]
+    assert (first["policy"], second["policy"]) == ("snip", "backward-first")
+    totals = [each["measured_rise"] + each["predicted_backward"] for each in (first, second)]
+    assert measured["policy"] == (first, second)[totals.index(min(totals))]["policy"]
+    shown = {name: measured[name] for name in ("policy", "predicted_rise", "measured_rise", "measured_error")}
+    assert {name: adopted[name] for name in shown} == shown
+    (update,) = load_run(latest).updates
+    assert (update.measured, update.predicted) == (measured["measured_rise"], measured["predicted_rise"])
+
+
+def test_a_map_whose_rise_was_predicted_too_low_is_solved_again(warm: WarmRanks, tmp_path: Path) -> None:
+    """The better one of both solutions is adopted, and the next update is predicted with what was measured."""
+    run, timings = tmp_path / "run", ("--snip-timings", str(write_timings(tmp_path / "timings.json")))
+    wanted = ("--snip-formats", "bf16,fp4", "--snip-budget", "loss=0.002", "--snip-estimator", "fisher")
+    # So many tokens, and so far from a minimum, that the rise is many times its error.
+    tokens = ("--lr", "1e-2", "--micro-batch-size", "16", "--global-batch-size", "64", "--snip-probe-microbatches", "4")
+    ranks, layout = LAYOUTS["TP2 PP2"]
+    more = ("--snip-dir", str(run), *tokens, "--snip-update-interval", "6")
+    args = tiny_llama_args(*SNIP, *wanted, *timings, *layout.split(), *more, iters=ADOPTED + 5)
+    done = warm.succeed(ranks, args, module="altered_pretrain", env={"LOW": "1e-3"}, tmp=tmp_path)
+    first, second = events_of(run, "rise")
+    assert first["measured_rise"] - 2 * first["measured_error"] > first["bound"] > first["predicted_rise"]
+    factor = first["measured_rise"] / first["predicted_rise"]
+    (rejected,) = events_of(run, "rejected")
+    assert (rejected["step"], rejected["again"]) == (ADOPTED, 2)
+    assert rejected["correction"] == pytest.approx(factor, rel=1e-3)
+    assert f"solving again with predictions x {rejected['correction']:g}" in done.stdout
+    again, before = second["candidates"]
+    assert (second["step"], before["predicted_rise"]) == (ADOPTED + 2, first["predicted_rise"])
+    assert again["predicted_rise"] <= second["bound"] * (1 + 1e-6)
+    (adopted,) = events_of(run, "adopt")
+    assert adopted["measured_rise"] == min(again["measured_rise"], before["measured_rise"])
+    assert StatisticsTable.load(run / "stats" / "step_12.npz").meta["correction"] == rejected["correction"]
+    assert StatisticsTable.load(run / "stats" / "step_18.npz").meta["correction"] > 100.0
+    update = load_run(run).updates[0]
+    assert (update.version, update.adopted_step, update.measured) == (1, adopted["step"], adopted["measured_rise"])
