@@ -1,6 +1,7 @@
 """``snip prepare-data``: converts local text to Megatron's ``.bin/.idx``, with a tokenizer and a hold-out by file."""
 
 import argparse
+import fcntl
 import fnmatch
 import hashlib
 import itertools
@@ -33,6 +34,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 VOCABULARY = 4096
 SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 2**24  # 256 bytes and the end of document
 _BATCH = 256  # files that the tokenizer processes in parallel
+_NEW = "new"  # the result, in the temporary folder
 _SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages")
 
 
@@ -79,8 +81,7 @@ def run(args: argparse.Namespace) -> int:
     sources = {"names": [_name(source) for source in inputs], "files": len(files), "skipped": skipped}
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with exit_on_signals(), tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as place:
-            folder = Path(place, "new")
+        with exit_on_signals(), _temporary_folder(output) as folder:
             manifest = _write_all(split(files, args.holdout), request, sources, folder)
             if output.exists():
                 shutil.rmtree(output)  # with the sample indices that Megatron caches beside the data
@@ -89,6 +90,43 @@ def run(args: argparse.Namespace) -> int:
         raise SnipError(f"--output {output}: cannot be written ({error.strerror or error})") from error
     _report(manifest, output)
     return 0
+
+
+@contextmanager
+def _temporary_folder(output: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``output``, and remove those that killed processes have left there.
+
+    A process holds a lock on its folder, which ends with the process. On a file system without such locks nothing is
+    removed.
+    """
+    prefix = f".{output.name}."
+    for old in output.parent.iterdir():
+        if old.name.startswith(prefix) and (old / _NEW).is_dir() and (lock := _lock(old)) is not None:
+            shutil.rmtree(old, ignore_errors=True)
+            os.close(lock)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=prefix) as place:
+        lock = _lock(Path(place))
+        try:
+            folder = Path(place, _NEW)
+            folder.mkdir()  # now that the lock is held
+            yield folder
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """Return a descriptor that holds the lock of a folder. None if another process has it, or there are no locks."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 @contextmanager
