@@ -199,11 +199,11 @@ class PlainSnip:
         self._controller.after_step(self._steps - 1, torch.as_tensor(loss), None)
 
     def close(self) -> None:
-        """End the run on all ranks: record the last step, and write the report into the run directory."""
+        """End the run on all ranks: record the last step, and write the report. Another :meth:`step` resumes it."""
         self._end_step()
         if self._controller is not None:
             self._controller.close(together=True)
-            self._controller, self._coordinator = None, None
+            self._restored, self._controller, self._coordinator = self._controller.state, None, None
 
     def _end_step(self) -> None:
         """Record the duration of the step that has begun, and end it without a loss if none was recorded."""
@@ -236,7 +236,8 @@ class PlainSnip:
     def _start(self, loss: Loss) -> Controller:
         """Make the controller at the first step, when the process group exists and a batch is there to follow."""
         config, registry = self._config, self.registry
-        together(self._terms, of_group())
+        backend = registry.context.backend
+        together(lambda: (True, Terms(configuration_table(config, backend.name, backend.products, {}))), of_group())
         device = next(iter(registry)).weight.device
         if dist.is_initialized():
             registry.context.dp_rank, registry.context.dp_size = dist.get_rank(), dist.get_world_size()
@@ -257,11 +258,6 @@ class PlainSnip:
             unquantised=self._structure.unquantised_flops,
         )
 
-    def _terms(self) -> tuple[bool, Terms]:
-        """Return what all ranks must agree about, and that this rank can start."""
-        backend = self.registry.context.backend
-        return True, Terms(configuration_table(self._config, backend.name, backend.products, {}))
-
     def _make_coordinator(self, device: torch.device) -> RankZeroCoordinator:
         run = None if self._config.dir is None else self._run_directory(self._config.dir, device)
         return RankZeroCoordinator(
@@ -281,7 +277,7 @@ class PlainSnip:
             "torch": torch.__version__,
             "host": socket.gethostname(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "gemm_backend": self.registry.context.backend.name,
+            "gemm_backend": self.registry.context.gemm_backend,
             "world_size": self.registry.context.dp_size,
             "request": self._request.as_dict(),
             "train_iters": self._last,

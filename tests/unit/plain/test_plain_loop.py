@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.summary import summarise
 from snip_megatron.runtime.run_data import load_run
+from snip_megatron.runtime.state import ControllerState
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -246,6 +248,28 @@ def test_the_run_directory_has_losses_and_times_of_steps(tmp_path: Path, capsys:
     assert f"snip: report: {tmp_path / 'run' / 'report.html'}" in said
     with pytest.raises(SnipError, match=r"record\(\) ends a step"):
         second.snip.record(1.0)
+    state = second.snip.state_dict()  # that of the end, which a checkpoint may hold
+    assert ControllerState.from_bytes(state["state"].encode()).precision_map == second.snip.map
+    second.run(range(20, 22), records=True)
+    second.snip.close()
+    assert [row["step"] for row in load_run(tmp_path / "run").metrics] == list(range(22))
+
+
+def test_what_was_chosen_and_why_is_printed(
+    trained: tuple[Training, list[float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    snip = trained[0].snip
+    assert re.fullmatch(r"PlainSnip\(Model, 12 linears, step 18, map 2: GEMMs in \d+ fp4, \d+ fp8\)", str(snip))
+    head, *table = str(snip.map).splitlines()
+    assert head == f"map 2, optimal, saves {snip.map.achieved:.1%} of what its budget counts"
+    assert [row.split()[0] for row in table] == ["linear,", "down", "proj", "qkv", "up"]
+    snip.summary()
+    said = capsys.readouterr().out
+    assert "The 20 most sensitive of 36:" in said
+    assert "nats of training loss" in said
+    with pytest.raises(SnipError, match=r"summary\(\) is for after the first"):
+        Training(first_update=3).snip.summary()
+    assert "all GEMMs in bf16" in str(Training(first_update=3).snip.map)
 
 
 def test_the_guard_takes_a_map_back_under_which_recorded_losses_spike(capsys: pytest.CaptureFixture[str]) -> None:
