@@ -6,6 +6,10 @@ last rank knows, such as the map and the loss. Rank 0 writes the run directory.
 Loggers count iterations (completed steps). The metrics of the 0-based training step N belong to iteration N + 1, and
 events before ``train_step(N)`` to iteration N. A logger that fails never stops training: its first failure is printed,
 and after a few failures in a row nothing more is written to it.
+
+Both loggers group panels by what stands before the first ``/`` of a name: ``snip`` has the figures of a step,
+``snip-map`` those of maps, ``snip-updates`` and ``snip-faults`` those of other events, and ``snip-delta-loss``,
+``snip-delta-weight`` and ``snip-bits`` have a panel for each linear.
 """
 
 import contextlib
@@ -14,18 +18,27 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from snip_megatron.precision import Gemm, PrecisionMap
+from snip_megatron.precision import Formats, Gemm, LinearId, PrecisionMap
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.run_data import FAULT_EVENTS
 from snip_megatron.runtime.storage import jsonable
+from snip_megatron.sensitivity.policies import divergences
+from snip_megatron.sensitivity.table import StatisticsTable
 
-PREFIX = "snip/"
 MAX_FAILURES = 3
 """Number of failures in a row after which a logger is not used again. Each may cost the training thread a time-out."""
-MAP_COLUMNS = ("linear", *(gemm.value for gemm in Gemm))
 
-Rows = Sequence[Sequence[str]]
-"""A map as a table: the columns of :data:`MAP_COLUMNS` for each linear."""
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts with a name in the loggers."""
+
+    name: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 class Sinks:
@@ -45,31 +58,47 @@ class Sinks:
 
     def metric(self, step: int, /, **figures: float | None) -> None:
         """Write the figures of training step ``step`` as ``snip/<name>``. None, NaN and Inf are left out."""
-        self._send(step + 1, scalars("", figures))
+        self._send(step + 1, scalars("snip", figures))
 
     def event(self, step: int, kind: str, /, **fields: Any) -> None:
-        """Write the numbers of an event before training step ``step`` as ``snip/<kind>/<field>``.
+        """Write the numbers of an event before training step ``step`` as ``<group>/<kind>/<field>``.
 
-        Numbers in a mapping (``achieved_per_stage``) become ``snip/<kind>/<field>/<key>``. The text field ``kind`` of a
-        probe and ``formats`` of a validation become part of the name, because one step may have several of them.
+        Those of an adoption are ``snip-map/<field>``. Numbers in a mapping (``achieved_per_stage``) become
+        ``…/<field>/<key>``. The text field ``kind`` of a probe and ``formats`` of a validation become part of the name,
+        because one step may have several of them.
         """
-        name = "/".join([kind, *(fields[field] for field in ("kind", "formats") if isinstance(fields.get(field), str))])
-        self._send(step, scalars(f"{name}/", fields) | {f"{PREFIX}{name}/happened": 1})
+        names = [kind, *(fields[field] for field in ("kind", "formats") if isinstance(fields.get(field), str))]
+        group = "snip-faults" if kind in FAULT_EVENTS else "snip-updates"
+        name = "snip-map" if kind == "adopt" else "/".join([group, *names])
+        self._send(step, scalars(name, fields) | {f"{name}/happened": 1})
+
+    def statistics(self, step: int, table: StatisticsTable, config: SnipConfig) -> None:
+        """Write ΔL and ΔW of each linear, over its GEMMs in the costliest candidate format, before step ``step``."""
+        if not any(logger.writer for logger in self.loggers):
+            return
+        names = [panel(row.id) for row in table.linears]
+        with contextlib.suppress(Exception):  # the solver meets the same error, and says so
+            for group, values in zip(("delta-loss", "delta-weight"), divergences(table, config.request()), strict=True):
+                costliest = values.max(axis=-1).sum(axis=-1)
+                if costliest.any():  # an estimator without ΔW has zeros
+                    self._send(step, scalars(f"snip-{group}", dict(zip(names, costliest.tolist(), strict=True))))
 
     def precision_map(self, step: int, precision_map: PrecisionMap, linears: Iterable[str] | None = None) -> None:
-        """Write the map that is adopted before training step ``step`` as the table ``snip/map``, one row a linear.
+        """Write the map that is adopted before training step ``step`` as the table ``snip-map/by_layer``.
 
-        Also writes ``snip/gemms/<format>``, the number of GEMMs in each format, and ``snip/solve/seconds``, the solving
-        time, if the solver made the map.
+        Also writes ``snip-map/gemms/<format>``, the number of GEMMs in each format, ``snip-map/solve_seconds``, if the
+        solver made the map, and ``snip-bits/<linear>``, the mean bits of a linear's GEMMs.
         """
-        names = [str(name) for name in (precision_map.linears() if linears is None else linears)]
-        rows = [[name, *(fmt.value for fmt in precision_map.formats_of(name))] for name in names]
-        counts = Counter(fmt for _, *formats in rows for fmt in formats)
-        self._send(step, scalars("", {"gemms": dict(counts), "solve": {"seconds": precision_map.solve_seconds}}), rows)
+        chosen = precision_map.linears() if linears is None else map(LinearId.parse, linears)
+        formats = {linear: precision_map.formats_of(str(linear)) for linear in chosen}
+        counts = Counter(fmt.value for of_gemms in formats.values() for fmt in of_gemms)
+        bits = {panel(each): sum(fmt.bits for fmt in of_gemms) / len(Gemm) for each, of_gemms in formats.items()}
+        figures = {"gemms": dict(counts), "solve_seconds": precision_map.solve_seconds}
+        self._send(step, scalars("snip-map", figures) | scalars("snip-bits", bits), by_layer(formats))
 
-    def _send(self, iteration: int, figures: Mapping[str, float], rows: Rows = ()) -> None:
+    def _send(self, iteration: int, figures: Mapping[str, float], table: Table | None = None) -> None:
         for logger in self.loggers:
-            logger.send(iteration, figures, rows)
+            logger.send(iteration, figures, table)
 
 
 class Logger(ABC):
@@ -83,13 +112,13 @@ class Logger(ABC):
         self._failures = 0
         self._reported = False
 
-    def send(self, iteration: int, figures: Mapping[str, float], rows: Rows) -> None:
-        """Write figures, and a map if ``rows`` is not empty. Never raises. The first failure is printed."""
+    def send(self, iteration: int, figures: Mapping[str, float], table: Table | None) -> None:
+        """Write figures, and a table if there is one. Never raises. The first failure is printed."""
         if self.writer is None or self._failures == MAX_FAILURES:
             return
         # A logger may raise any error of its service, network or file system. None may reach the training loop.
         try:
-            self._write(iteration, figures, rows)
+            self._write(iteration, figures, table)
             self._failures = 0
         except Exception as error:
             self._failures += 1
@@ -100,7 +129,7 @@ class Logger(ABC):
                     print(line, file=sys.stderr, flush=True)
 
     @abstractmethod
-    def _write(self, iteration: int, figures: Mapping[str, float], rows: Rows) -> None:
+    def _write(self, iteration: int, figures: Mapping[str, float], table: Table | None) -> None:
         """Write. May raise."""
 
 
@@ -109,10 +138,10 @@ class TensorBoard(Logger):
 
     name = "TensorBoard"
 
-    def _write(self, iteration: int, figures: Mapping[str, float], rows: Rows) -> None:
-        if rows:
-            lines = [MAP_COLUMNS, ["---"] * len(MAP_COLUMNS), *rows]
-            self.writer.add_text(f"{PREFIX}map", "\n".join(f"| {' | '.join(line)} |" for line in lines), iteration)
+    def _write(self, iteration: int, figures: Mapping[str, float], table: Table | None) -> None:
+        if table is not None:
+            lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+            self.writer.add_text(table.name, "\n".join(f"| {' | '.join(line)} |" for line in lines), iteration)
         for name, value in figures.items():
             self.writer.add_scalar(name, value, iteration)
 
@@ -126,24 +155,50 @@ class Wandb(Logger):
 
     name = "wandb"
 
-    def _write(self, iteration: int, figures: Mapping[str, float], rows: Rows) -> None:
+    def _write(self, iteration: int, figures: Mapping[str, float], table: Table | None) -> None:
         self.iteration = max(self.iteration, iteration)
         values: dict[str, Any] = dict(figures)
-        if rows:
+        if table is not None:
             import wandb  # an optional package, installed if there is a writer
 
-            values[f"{PREFIX}map"] = wandb.Table(columns=list(MAP_COLUMNS), data=list(rows))
+            values[table.name] = wandb.Table(columns=list(table.columns), data=list(table.rows))
         if values:
             self.writer.log(values, step=self.iteration)
 
 
+def panel(linear: LinearId) -> str:
+    """Return the name of a linear in the loggers, by kind and layer, such as ``mlp.linear_fc1/007``."""
+    stack = "" if linear.stack == "decoder" else f"{linear.stack}."
+    return f"{stack}{linear.path}/{linear.layer:03}"
+
+
+def by_layer(formats: Mapping[LinearId, Formats]) -> Table:
+    """Return a map as a table: a row for each layer, and in the columns the formats of fprop, dgrad and wgrad."""
+    layers = dict.fromkeys((linear.stack, linear.layer) for linear in formats)
+    kinds = dict.fromkeys(linear.path for linear in formats)
+    rows = [
+        [
+            f"{layer}" if stack == "decoder" else f"{stack} {layer}",
+            *(_cell(formats.get(LinearId(stack, layer, path))) for path in kinds),
+        ]
+        for stack, layer in layers
+    ]
+    return Table("snip-map/by_layer", ["layer", *kinds], rows)
+
+
+def _cell(formats: Formats | None) -> str:
+    """Return the formats of three GEMMs in one cell: once if they are equal. Empty if the layer has no such linear."""
+    names = [fmt.value for fmt in formats or ()]
+    return names[0] if len(set(names)) == 1 else " ".join(names)
+
+
 def scalars(prefix: str, fields: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of ``fields`` by their logged name. Nested mappings become further levels."""
+    """Return the finite numbers of ``fields`` as ``<prefix>/<name>``. Nested mappings become further levels."""
     numbers: dict[str, float] = {}
     for name, value in fields.items():
         plain = jsonable(value)
         if isinstance(plain, dict):
-            numbers |= scalars(f"{prefix}{name}/", plain)
+            numbers |= scalars(f"{prefix}/{name}", plain)
         elif isinstance(plain, (int, float)) and not isinstance(plain, bool) and math.isfinite(plain):
-            numbers[f"{PREFIX}{prefix}{name}"] = plain
+            numbers[f"{prefix}/{name}"] = plain
     return numbers

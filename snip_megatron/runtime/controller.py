@@ -456,6 +456,7 @@ class Controller:
             return
         assert isinstance(result, ProbeResult)
         self.state.sequences = result.sequences
+        self._sink.statistics(step, result.table, self._config)
         for kind, fields in result.events():
             self._event(step, kind, **fields)
         pending = Pending(step, due, self.state.version + 1, result.table, phases)

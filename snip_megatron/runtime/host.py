@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups
 from snip_megatron.sensitivity.table import SinkRow, StatisticsTable
@@ -246,5 +247,7 @@ class Sink(Protocol):
     def metric(self, step: int, /, **figures: float | None) -> None: ...
 
     def event(self, step: int, kind: str, /, **fields: Any) -> None: ...
+
+    def statistics(self, step: int, table: StatisticsTable, config: SnipConfig) -> None: ...
 
     def precision_map(self, step: int, precision_map: PrecisionMap, linears: Iterable[str] | None = None) -> None: ...
