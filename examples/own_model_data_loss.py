@@ -27,8 +27,15 @@ from megatron.training.argument_utils import core_transformer_config_from_args, 
 from megatron.training.arguments import parse_and_validate_args
 
 from snip_megatron.attach import attach, snip_arguments  # SNIP 1
+from snip_megatron.precision import PrecisionMap
 
-pretrain = attach(pretrain)  # SNIP 2
+
+def print_map(step: int, precision_map: PrecisionMap) -> None:
+    """Say on every rank that a map came into force."""
+    print(f"rank {torch.distributed.get_rank()}: map {precision_map.version} from step {step} on", flush=True)
+
+
+pretrain = attach(pretrain, on_adopt=print_map)  # SNIP 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from snip_megatron.megatron import startup
+from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import add_arguments, parse_snip_arguments
 
@@ -50,7 +51,9 @@ def snip_arguments(provider: Provider | None = None) -> Provider:
     return provide
 
 
-def attach[Pretrain: Callable[..., Any]](pretrain: Pretrain) -> Pretrain:
+def attach[Pretrain: Callable[..., Any]](
+    pretrain: Pretrain, *, on_adopt: Callable[[int, PrecisionMap], object] | None = None
+) -> Pretrain:
     """Return Megatron's ``pretrain`` with SNIP around it, to be called with the same arguments.
 
     With ``--snip`` on the command line, the call checks the configuration, converts the linears of the model that the
@@ -58,6 +61,9 @@ def attach[Pretrain: Callable[..., Any]](pretrain: Pretrain) -> Pretrain:
     script with one line and SNIP's exit code. Without ``--snip`` the script's own ``pretrain`` is called and nothing is
     changed. ``pretrain`` is ``megatron.training.pretrain``, before or after Megatron's in-process restart has wrapped
     it.
+
+    Every rank calls ``on_adopt`` with the step and the map each time a map comes into force, before the first step
+    under it. An exception in it ends the job in one line with exit code 20.
     """
 
     @functools.wraps(pretrain)
@@ -75,7 +81,7 @@ def attach[Pretrain: Callable[..., Any]](pretrain: Pretrain) -> Pretrain:
                 )
             from snip_megatron.megatron.attachment import run_attached
 
-            return run_attached(pretrain, args, kwargs, current)
+            return run_attached(pretrain, args, kwargs, current, on_adopt)
 
     return cast(Pretrain, pretrain_under_snip)
 

@@ -46,6 +46,7 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.agreement import Terms, of_group, together
 from snip_megatron.runtime.config import SnipConfig, resolve
+from snip_megatron.runtime.controller import OnAdopt
 from snip_megatron.runtime.defaults import dominated
 
 
@@ -56,16 +57,18 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
 
     Args:
         snip: A complete configuration. None if ``options`` are given.
+        on_adopt: Called on every rank as that of :func:`snip_megatron.attach.attach`.
         options: Fields of :class:`snip_megatron.runtime.config.SnipConfig`. ``--snip`` alone gives the other fields.
     """
 
-    def __init__(self, snip: SnipConfig | None = None, **options: Any) -> None:
+    def __init__(self, snip: SnipConfig | None = None, *, on_adopt: OnAdopt | None = None, **options: Any) -> None:
         bridge_compat.check_interface()
         if snip is not None and options:
             raise SnipError(f"SnipCallback takes a SnipConfig or options, not both: {', '.join(sorted(options))}")
         native = native_backend(options.get("gemm", SnipConfig.gemm) if snip is None else snip.gemm, te_linears=True)
         self._snip = resolve(options, native, ends=True) if snip is None else snip
         self._said = dominated(self._snip.budget, self._snip.formats, native) if self._snip.updates else None
+        self._on_adopt = on_adopt
         self._run: _BridgeRun | None = None
         self._container: Any = None
         self._undo = ExitStack()
@@ -112,7 +115,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
 
         def prepare() -> tuple[_BridgeRun, Terms]:
             args = bridge_arguments(self._container)
-            run = _BridgeRun(self._snip, args)
+            run = _BridgeRun(self._snip, args, self._on_adopt)
             return run, terms_of(run.config, args, run.use_library)
 
         self._run = together(prepare, of_group())
@@ -169,14 +172,14 @@ class _BridgeRun(SnipRun):
 
     state: Any = None
 
-    def __init__(self, config: SnipConfig, args: argparse.Namespace) -> None:
+    def __init__(self, config: SnipConfig, args: argparse.Namespace, on_adopt: OnAdopt | None) -> None:
         if config.eval == "both":
             raise SnipError("--snip-eval both is not supported under Megatron Bridge; use map or bf16")
         if args.use_torch_fsdp2:
             raise SnipError("--use-torch-fsdp2 is not supported under Megatron Bridge; use --use-megatron-fsdp")
         config = with_resolved_gemm(config, args)
         validate.check(config, args)
-        super().__init__(config, args)
+        super().__init__(config, args, on_adopt)
         self.config = config
         self.without_graphs = ExitStack()  # during a validation
 

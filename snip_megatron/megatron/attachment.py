@@ -19,6 +19,7 @@ from snip_megatron.numerics.products.selection import native_backend, select_bac
 from snip_megatron.precision.errors import SnipError, installed_version, located
 from snip_megatron.runtime.agreement import Terms, configuration_table, of_launcher, rank_device, together
 from snip_megatron.runtime.config import SnipConfig, resolve_arguments
+from snip_megatron.runtime.controller import OnAdopt
 from snip_megatron.runtime.defaults import FASTEST, LOSS, backend_of, dominated
 from snip_megatron.runtime.options import given_options
 from snip_megatron.timing.cost_model import load_cost_model
@@ -111,8 +112,10 @@ def _named_backend(timings: str | None) -> str | None:
         return backend_of(load_cost_model(timings))
 
 
-def prepare_run(args: argparse.Namespace) -> tuple[Callable[[Any], AbstractContextManager[None]], Terms]:
-    """Check SNIP's configuration on this machine. No collective is called.
+def prepare_run(
+    args: argparse.Namespace, on_adopt: OnAdopt | None = None
+) -> tuple[Callable[[Any], AbstractContextManager[None]], Terms]:
+    """Check SNIP's configuration on this machine. No collective is called. ``on_adopt`` is as in ``attach``.
 
     Returns:
         A function that takes the configuration of the model, and returns a context in which a training runs under SNIP
@@ -129,7 +132,7 @@ def prepare_run(args: argparse.Namespace) -> tuple[Callable[[Any], AbstractConte
 
         config = with_resolved_gemm(config, args)
         validate.check(config, args)
-        run = SnipRun(config, args)
+        run = SnipRun(config, args, on_adopt)
         return functools.partial(_under_snip, run, lines), terms_of(config, args, run.use_library)
 
 
@@ -172,7 +175,11 @@ def _under_snip(run: SnipRun, lines: Sequence[str], model_config: Any) -> Iterat
 
 
 def run_attached(
-    pretrain: Callable[..., Any], positional: Sequence[Any], named: Mapping[str, Any], startup: Startup
+    pretrain: Callable[..., Any],
+    positional: Sequence[Any],
+    named: Mapping[str, Any],
+    startup: Startup,
+    on_adopt: OnAdopt | None = None,
 ) -> Any:
     """Call a script's ``pretrain`` under SNIP.
 
@@ -189,7 +196,7 @@ def run_attached(
                 " any>)"
             )
         prepare_megatron(args, startup)
-        under_snip, terms = prepare_run(args)
+        under_snip, terms = prepare_run(args, on_adopt)
         return (call, under_snip), terms
 
     call, under_snip = together(prepare, of_launcher(), Path(sys.argv[0]).stem)

@@ -37,7 +37,7 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.agreement import on_rank_zero
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.controller import Controller
+from snip_megatron.runtime.controller import Controller, OnAdopt
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.exchange import Failure, MapChannel, StepReport, UpdateBrokenError
 from snip_megatron.runtime.host import Host, ProbeResult, Unmeasured
@@ -57,8 +57,9 @@ _SHOULD_EXIT, _GRAD_NORM = 3, 5  # indices in the result of train_step
 class SnipRun:
     """Holds SNIP's state in this process from the construction of the model to the end of training."""
 
-    def __init__(self, config: SnipConfig, args: argparse.Namespace) -> None:
+    def __init__(self, config: SnipConfig, args: argparse.Namespace, on_adopt: OnAdopt | None = None) -> None:
         self._config = config
+        self._on_adopt = on_adopt
         self._library = config.gemm_library
         self._args = args
         self._registry: LinearRegistry | None = None
@@ -339,6 +340,7 @@ class SnipRun:
             unquantised=sum(linears.uncovered_flops.values()),
             kernels=WarmUp(registry, config, request, host, weighs_updates and args.optimizer == "adam", rehearse),
             timeline=timeline_of(config, args, request, linears, self.scheduler, step),
+            on_adopt=self._on_adopt,
         )
         return self._controller
 

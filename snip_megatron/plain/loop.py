@@ -29,7 +29,7 @@ from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.reporting.summary import lines, summarise
 from snip_megatron.runtime.agreement import Terms, configuration_table, of_group, on_rank_zero, together
 from snip_megatron.runtime.config import SnipConfig, resolve
-from snip_megatron.runtime.controller import Controller
+from snip_megatron.runtime.controller import Controller, OnAdopt
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.defaults import dominated
 from snip_megatron.runtime.exchange import MapChannel, StepReport
@@ -60,6 +60,7 @@ def convert(
     microbatches: int = 1,
     steps: int | None = None,
     allow_partial: bool = False,
+    on_adopt: OnAdopt | None = None,
     **options: Any,
 ) -> PlainSnip:
     """Convert the linears of a transformer in place, and return the object that chooses their formats during training.
@@ -87,6 +88,8 @@ def convert(
         microbatches: Number of batches whose gradients one optimizer step adds up.
         steps: Number of training steps, if it is known. By default the first update is then after a tenth of them.
         allow_partial: Convert a model of whose matrices less than half is in reach.
+        on_adopt: Every rank calls it with the step and the map each time a map comes into force. What it raises leaves
+            :meth:`PlainSnip.step`.
         options: Fields of :class:`runtime.SnipConfig`: budget, formats, first_update, update_interval,
             policy, pin, map, gemm, seed, dir and others.
     """
@@ -94,7 +97,7 @@ def convert(
         raise SnipError(f"microbatches={microbatches}: must be at least 1")
     config = _configuration(options, steps)
     structure = find_structure(model, blocks, allow_partial=allow_partial)
-    return PlainSnip(structure, optimizer, config, microbatches, steps)
+    return PlainSnip(structure, optimizer, config, microbatches, steps, on_adopt)
 
 
 class PlainSnip:
@@ -110,7 +113,9 @@ class PlainSnip:
         config: SnipConfig,
         microbatches: int,
         last: int | None,
+        on_adopt: OnAdopt | None = None,
     ) -> None:
+        self._on_adopt = on_adopt
         self._structure, self._optimizer, self._config, self._microbatches = structure, optimizer, config, microbatches
         flops = structure.unquantised_flops  # for one token
         self._request = config.request(unquantised_stage_flops={0: flops} if flops else None)
@@ -256,6 +261,7 @@ class PlainSnip:
             clip_grad=0.0,
             restored=self._restored,
             unquantised=self._structure.unquantised_flops,
+            on_adopt=self._on_adopt,
         )
 
     def _make_coordinator(self, device: torch.device) -> RankZeroCoordinator:

@@ -33,6 +33,10 @@ _PATIENCE = 3
 """Number of dropped updates in a row from which on the time to the next try doubles."""
 
 
+OnAdopt = Callable[[int, PrecisionMap], object]
+"""A user's function that every rank calls with a step and the map that is in force from it on."""
+
+
 class Controller:
     """The loop of SNIP on one rank.
 
@@ -48,6 +52,8 @@ class Controller:
         unquantised: FLOPs a token of the decoder's linears that no map covers, for all GEMMs together.
         kernels: The kernels that maps and updates need. None if they need none.
         timeline: The timeline of the run. None if its end is unknown.
+        on_adopt: Called for each map that is adopted, with those of a checkpoint and of phases. What it raises leaves
+            :meth:`before_step`.
     """
 
     def __init__(
@@ -64,8 +70,10 @@ class Controller:
         unquantised: float = 0.0,
         kernels: Kernels | None = None,
         timeline: Timeline | None = None,
+        on_adopt: OnAdopt | None = None,
     ) -> None:
         self._config = config
+        self._on_adopt = on_adopt
         self._registry = registry
         self._channel = channel
         self._report = report
@@ -418,6 +426,8 @@ class Controller:
             changed=changed,
             wait_s=_since(started),
         )
+        if self._on_adopt is not None:
+            self._on_adopt(step, new)
 
     # -- updates -----------------------------------------------------------------------------------------------
     def _start_update_if_due(self, steps: range, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:

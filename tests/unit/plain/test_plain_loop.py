@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from snip_megatron.plain import PlainSnip, convert
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.summary import summarise
 from snip_megatron.runtime.run_data import load_run
@@ -66,8 +66,15 @@ class Training:
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[Training, list[float]]:
-    training = Training(budget="fp4=0.75", first_update=6, update_interval=9)
-    return training, training.run(range(18))
+    adopted: list[tuple[int, int]] = []
+
+    def on_adopt(step: int, precision_map: PrecisionMap) -> None:
+        adopted.append((step, precision_map.version))
+
+    training = Training(budget="fp4=0.75", first_update=6, update_interval=9, on_adopt=on_adopt)
+    losses = training.run(range(18))
+    assert adopted == [(6, 1), (15, 2)]
+    return training, losses
 
 
 def test_maps_meet_the_budget_and_the_model_learns(trained: tuple[Training, list[float]]) -> None:
