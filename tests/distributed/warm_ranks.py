@@ -4,6 +4,7 @@ What runs in a rank is the same as under torchrun: the module's ``main()`` with 
 variables. :class:`WarmRanks` starts the server below (``python -m warm_ranks``) and sends it jobs, each a line of JSON.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -102,7 +103,8 @@ def main() -> None:
 
     prepare([], [])
     for name in PRELOADED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # a release of Megatron may lack one
+            importlib.import_module(name)
     read_help_of_options_once()
     report._template()
     for line in sys.stdin:

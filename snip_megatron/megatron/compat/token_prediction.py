@@ -11,6 +11,10 @@ from megatron.core.transformer import multi_token_prediction
 from snip_megatron.megatron.compat.versions import changed
 
 
+def _is_for_inference(module: object) -> bool:
+    return False
+
+
 def is_broken() -> bool:
     """Return whether Megatron's question fails."""
     try:
@@ -24,10 +28,10 @@ def repaired() -> AbstractContextManager[None]:
     """Answer inside this context that no linear is one for inference, if the question fails."""
     if not is_broken():
         return nullcontext()
-    return changed(multi_token_prediction, is_inference_column_parallel_linear=lambda module: False)
+    return changed(multi_token_prediction, is_inference_column_parallel_linear=_is_for_inference)
 
 
 def repair() -> str:
-    """Answer so from now on. Returns a description for the list printed at start."""
-    repaired().__enter__()
+    """Answer so in this process. Returns a description for the list printed at start."""
+    multi_token_prediction.is_inference_column_parallel_linear = _is_for_inference
     return "multi-token prediction built without Transformer Engine"
