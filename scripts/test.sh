@@ -3,10 +3,12 @@
 #
 #   bash scripts/test.sh                           everything
 #   bash scripts/test.sh tests/unit/solver -k cpsat
+#   bash scripts/test.sh --stack next              the tests on Megatron's main (or torch: the newest torch), recorded
 #
 # Exit code: pytest's, or 1 if only ruff, mypy or import-linter failed. pytest's own summary is the last line.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." || exit 1
+[[ "${1:-}" != --stack ]] || exec bash tests/compatibility/stack.sh "${@:2}"
 source scripts/bootstrap.sh
 
 failed=()
