@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from checkpoints import differences, read_checkpoint
-from launch import error_lines, run_ranks, tiny_llama_args
+from launch import error_lines, tiny_llama_args
 from test_probes import DROPOUT, LAYOUTS, printed_losses
 from warm_ranks import WarmRanks
 
 from snip_megatron.runtime.exchange import EXIT_UPDATE_BROKEN
 from snip_megatron.runtime.run_data import read_events
 
-FIRST, INTERVAL, LAG = 2, 4, 1
+FIRST, INTERVAL, LAG = 2, 3, 1
 SNIP = shlex.split(
     "--snip --snip-estimator noise --snip-budget fp4=0 --snip-pin *=bf16 --snip-wait 120"
     f" --snip-settings probe_tokens=48 --snip-first-update {FIRST} --snip-update-interval {INTERVAL} --snip-lag {LAG}"
@@ -39,9 +39,10 @@ PLACES = {
     "tensor-pipeline": (
         4,
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --bf16",
+        [*PARTS, NOISE],
     ),
-    "expert-parallel": LAYOUTS["expert-parallel"],
-    "distributed-optimizer": LAYOUTS["distributed-optimizer"],
+    "expert-parallel": (*LAYOUTS["expert-parallel"], [PARTS[1], PARTS[3], PARTS[6], PARTS[7], NOISE]),
+    "distributed-optimizer": (*LAYOUTS["distributed-optimizer"], [PARTS[0], FORWARD, PARTS[8], PARTS[10]]),
 }
 
 
@@ -54,8 +55,7 @@ def failing(warm: WarmRanks, tmp: Path, failures: list[Any], ranks: int, args: l
 def test_an_update_that_fails_anywhere_on_one_rank_is_dropped_and_tried_again(
     warm: WarmRanks, tmp_path: Path, place: str
 ) -> None:
-    ranks, layout = PLACES[place]
-    parts = [*PARTS, (FORWARD if place == "distributed-optimizer" else NOISE)]
+    ranks, layout, parts = PLACES[place]
     failures = [
         (FIRST + i * INTERVAL, 0 if part in ("submission", "forward_noise") else i % ranks, target, "RuntimeError")
         for i, (part, target) in enumerate(parts)
@@ -88,7 +88,7 @@ def test_an_update_that_fails_anywhere_on_one_rank_is_dropped_and_tried_again(
 
 def test_a_probe_without_memory_takes_half_of_its_sequences_next_time(warm: WarmRanks, tmp_path: Path) -> None:
     sizes = ["--micro-batch-size", "4", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2"]
-    args = tiny_llama_args(*sizes, *SNIP, "--snip-dir", str(tmp_path / "run"), iters=8)
+    args = tiny_llama_args(*sizes, *SNIP, "--snip-dir", str(tmp_path / "run"), iters=7)
     record = f"{RECORDER}:LinearRecorder._record"
     failing(warm, tmp_path, [(FIRST, 1, record, "OutOfMemoryError")], 2, args)
     events = list(read_events(tmp_path / "run"))
@@ -97,7 +97,7 @@ def test_a_probe_without_memory_takes_half_of_its_sequences_next_time(warm: Warm
     assert probes == [(FIRST + LAG, 2 * 64), (FIRST + INTERVAL, 2 * 64)]
 
 
-def test_a_failure_where_other_ranks_wait_ends_the_job_in_one_line(tmp_path: Path) -> None:
+def test_a_failure_where_other_ranks_wait_ends_the_job_in_one_line(warm: WarmRanks, tmp_path: Path) -> None:
     """In the loss of the last pipeline stage: the first stage waits for its gradient."""
     args = tiny_llama_args("--pipeline-model-parallel-size", "2", *SNIP, "--snip-dir", str(tmp_path / "run"), iters=8)
     code = tmp_path / "code"
@@ -106,7 +106,7 @@ def test_a_failure_where_other_ranks_wait_ends_the_job_in_one_line(tmp_path: Pat
         "FAIL": json.dumps([(FIRST, 1, FORWARD[1], "OutOfMemoryError")]),
         "SNIP_EXIT_CODE_FILE": str(code),
     }
-    ended = run_ranks(2, args, module="altered_pretrain", env=environment, tmp=tmp_path)
+    ended = warm.run(2, args, module="altered_pretrain", env=environment, tmp=tmp_path, grace=2.0)
     assert ended.returncode != 0
     (line,) = error_lines(ended)
     assert "rank 1 on " in line

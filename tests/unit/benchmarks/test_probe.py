@@ -33,7 +33,6 @@ def test_probe_benchmark_on_the_cpu(tmp_path: Path) -> None:
     ms, over = result["ms"], result["over_bf16_pass"]
     assert all(ms[name] > 0.0 for name in PASSES)
     assert over["statistics pass"] == pytest.approx(ms["statistics pass"] / ms["bf16 pass"])
-    assert ms["update"] > ms["statistics pass"]
     assert {"recorder", "recorder: sums of X and G"} <= set(result["parts_ms"])
     assert all(value > 0.0 for value in result["parts_ms"].values())
     assert "of a bf16 pass" in done.stdout
