@@ -309,6 +309,7 @@ class SnipRun:
         self._host = host = make_host(args, model, registry)
         compat.report_expert_gradients(model)
         compat.fuse_copies(call.optimizer)
+        compat.lighten_buckets(model)
         groups = host.groups
         registry.context.dp_rank, registry.context.dp_size = groups.dp_rank, groups.dp_size
         if groups.experts is not None:
