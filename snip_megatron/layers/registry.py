@@ -11,6 +11,7 @@ from snip_megatron.layers.weights import GraphedWeight
 from snip_megatron.numerics.quantize.device_keys import DeviceKeys, LinearIdentity
 from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, option_id
 from snip_megatron.precision.errors import SnipError
+from snip_megatron.precision.recipes import is_recipe_file, map_of_recipes, read_recipes
 
 _GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]
 _APART = 4  # distance of two chunks' flags in int32: 16 bytes, the alignment that kernels are compiled for
@@ -38,7 +39,12 @@ def check_map_fits(precision_map: PrecisionMap, names: Sequence[str], where: str
 
 
 def load_map(path: str, names: Sequence[str], *, argument: str = "--snip-map") -> PrecisionMap:
-    """Read the file that ``argument`` names and check that it is a map of this model. Raises SnipError."""
+    """Read the file that ``argument`` names and check that it is a map of this model. Raises SnipError.
+
+    A YAML file is one of Megatron's ``--te-precision-config-file``.
+    """
+    if is_recipe_file(path):
+        return map_of_recipes(read_recipes(path, argument), names)
     precision_map = PrecisionMap.load(path, argument)
     check_map_fits(precision_map, names, f"{argument} {path}")
     return precision_map

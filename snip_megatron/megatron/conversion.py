@@ -27,6 +27,7 @@ from snip_megatron.megatron.startup import say
 from snip_megatron.numerics.products.selection import resolve_gemm, select_backend
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.precision.errors import SnipError
+from snip_megatron.precision.recipes import is_recipe_file, read_recipes
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import replayed_maps
 from snip_megatron.sensitivity.policies import FIXED, formats_of
@@ -107,6 +108,8 @@ def formats_in_use(config: SnipConfig) -> frozenset[Format]:
     if config.replay is not None:
         return frozenset(fmt for each in replayed_maps(config.replay).values() for fmt in each.choices.values())
     assert config.map is not None
+    if is_recipe_file(config.map):
+        return frozenset(fmt for _, fmt in read_recipes(config.map, "--snip-map")) | {Format.BF16}
     return frozenset(PrecisionMap.load(config.map, "--snip-map").choices.values())
 
 

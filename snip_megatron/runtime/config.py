@@ -119,7 +119,11 @@ class SnipConfig:
     pin: tuple[str, ...] = option(
         (), "fixed format of all linears or GEMMs that match GLOB; the last match applies; repeatable"
     )
-    map: str | None = option(None, "train under this snip.map/1 file, without updates", metavar="MAP.json")
+    map: str | None = option(
+        None,
+        "train under this map, without updates: a snip.map/1 file, or YAML of Megatron's --te-precision-config-file",
+        metavar="MAP",
+    )
     replay: str | None = option(
         None, "repeat the adoptions of another run, given by its run directory, at their steps", metavar="RUN"
     )

@@ -26,6 +26,7 @@ from pathlib import Path
 from snip_megatron.numerics.products.transformer_engine import QUANTIZERS
 from snip_megatron.precision import FOUR_BIT, Format, Formats, Gemm, LinearId, PrecisionMap
 from snip_megatron.precision.errors import SnipError, cut
+from snip_megatron.precision.recipes import is_recipe_file
 from snip_megatron.runtime.run_data import read_config, step_files
 from snip_megatron.runtime.storage import write_atomically
 
@@ -75,7 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", type=Path, metavar="SOURCE", help="the map to export, or a run directory: its last map"
     )
-    text = "folder for the output; created if it does not exist"
+    text = (
+        "folder for the output; created if it does not exist; or with --format megatron a name that ends in .yaml, for"
+    )
+    text += " the file of a single pipeline stage"
     parser.add_argument("--out", type=Path, metavar="DIR", required=True, help=text)
     add = parser.add_argument_group("--format megatron").add_argument
     add("--pp", type=int, default=1, metavar="N", help="pipeline parallel size; default: 1")
@@ -179,8 +183,13 @@ def _export_megatron(args: argparse.Namespace, formats: dict[LinearId, Formats])
         )
     stages = stage_layers(_count_layers(widest, args.source), args.pp, _parse_layers(args.layers))
     texts = {f"stage_{stage}.yaml": _stage_yaml(widest, stage, layers, args.pp) for stage, layers in enumerate(stages)}
-    _write_files(args.out, texts)
-    for path in args.out.glob("stage_*.yaml"):  # files of an earlier export with more stages
+    folder: Path = args.out
+    if is_recipe_file(folder):
+        if args.pp > 1:
+            raise SnipError(f"--out {folder}: a file is for one pipeline stage, and --pp is {args.pp}; give a folder")
+        folder, texts = folder.parent, {folder.name: texts["stage_0.yaml"]}
+    _write_files(folder, texts)
+    for path in () if is_recipe_file(args.out) else folder.glob("stage_*.yaml"):  # of an earlier export
         if path.name not in texts:
             path.unlink(missing_ok=True)
     for linear, names in mixed.items():
@@ -197,7 +206,7 @@ def _export_megatron(args: argparse.Namespace, formats: dict[LinearId, Formats])
     for fmt, text in _SUBSTITUTIONS.items():
         if count[fmt]:
             print(f"{text} ({count[fmt]} linears)")
-    print(*(args.out / name for name in texts), sep="\n")
+    print(*(folder / name for name in texts), sep="\n")
     if args.pp > 1:
         print("a rank takes the file of its stage, RANK * PP // WORLD_SIZE in Megatron's default order of ranks")
 

@@ -14,8 +14,10 @@ from megatron.core.enums import Fp4Recipe, Fp8Recipe
 from megatron.core.extensions.transformer_engine import TEQuantizationParams
 from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from refusal import refusal
 from snip_command import refused, snip
 
+from snip_megatron.layers.registry import load_map
 from snip_megatron.precision import DENSE_LAYER, Format, Formats, Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.tools.export import RECIPES, collapse, factory_source, stage_layers
@@ -131,6 +133,27 @@ def test_maps_of_single_gemms_need_collapse_and_say_what_changed(tmp_path: Path)
     assert "no linear is left in four bits" not in "".join(out)
     source.write_text(PrecisionMap(choices | {"decoder.layers.0.mlp.linear_fc2:fprop": Format.FP8}).to_json())
     assert "no linear is left in four bits, because each with GEMMs in fp4 has" in snip(*arguments, "--collapse").stdout
+
+
+def test_a_file_is_written_for_megatron_and_read_back_as_a_map(tmp_path: Path) -> None:
+    names = [*dense_names(2), "decoder.layers.1.mlp.experts.linear_fc1"]
+    formats = [Format.BF16, Format.FP8, Format.FP8_TENSOR, Format.MXFP8, Format.NVFP4]
+    expected = {name: formats[i % len(formats)] for i, name in enumerate(names)}
+    source, out = tmp_path / "map.json", tmp_path / "recipes.yaml"
+    source.write_text(PrecisionMap(expected).to_json())
+    command = ("export", "--format", "megatron", source, "--out", out)
+    assert snip(*command).stdout.splitlines()[-1] == str(out)
+    assert load_map(str(out), names).choices == expected
+    assert (
+        load_map(str(out), [*names, "mtp.layers.0.mlp.linear_fc1"]).choices["mtp.layers.0.mlp.linear_fc1"]
+        is Format.BF16
+    )
+    assert "a file is for one pipeline stage, and --pp is 2; give a folder" in refused(*command, "--pp", "2")
+
+    out.write_text(out.read_text().replace('"tensorwise"', '"delayed"'))
+    assert "training_recipe.fp8_quantization_recipe" in refusal(load_map, str(out), names)
+    snip(*command[:-1], tmp_path / "folder", "--pp", "2")
+    assert "one of 2 pipeline stages" in refusal(load_map, str(tmp_path / "folder" / "stage_0.yaml"), names)
 
 
 def test_a_run_gives_the_map_that_it_adopted_last(tmp_path: Path) -> None:
