@@ -114,20 +114,23 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     return figure.as_dict()
 
 
-def format_figure(run: RunData, flops: Mapping[str, float], unquantised: float) -> dict[str, Any] | None:
-    """Draw the share of each format over steps, four bits lowest. None if no adopted map is known.
-
-    ``flops`` and ``unquantised`` are those of :func:`snip_megatron.precision.format_shares`. If ``flops`` is empty, the
-    shares are those of GEMMs.
-    """
-    maps = [(a.step, a.precision_map) for a in run.adoptions if a.precision_map is not None]
-    if not maps:
+def format_figure(run: RunData) -> dict[str, Any] | None:
+    """Draw the share of each format over steps, four bits lowest: of FLOPs where they are recorded, else of GEMMs."""
+    known = {fmt.value: fmt for fmt in Format}
+    points: list[tuple[int, dict[Format, float]]] = []
+    for adoption in run.adoptions:
+        shares = adoption.fields.get("formats")
+        if isinstance(shares, Mapping):
+            points.append((adoption.step, {known[f]: number(x) or 0.0 for f, x in shares.items() if f in known}))
+        elif (precision_map := adoption.precision_map) is not None:
+            points.append(
+                (adoption.step, format_shares(precision_map, dict.fromkeys(map(str, precision_map.linears()), 1.0)))
+            )
+    if not points:
         return None
-    figure = Figure("share of FLOPs" if flops else "share of GEMMs", share=True)
-    flops = flops or dict.fromkeys(map(str, maps[-1][1].linears()), 1.0)
-    points = [(step, format_shares(precision_map, flops, unquantised)) for step, precision_map in maps]
+    figure = Figure("share of FLOPs" if run.adoptions[-1].fields.get("formats") else "share of GEMMs", share=True)
     if steps := run.series("loss")[0]:
-        first, last = min(steps[0], maps[0][0]), max(steps[-1], maps[-1][0])
+        first, last = min(steps[0], points[0][0]), max(steps[-1], points[-1][0])
         points = [(first, {Format.BF16: 1.0}), *points, (last, points[-1][1])]
     x = [step for step, _ in points]
     for fmt in sorted(Format, key=lambda fmt: fmt.bits):

@@ -23,7 +23,7 @@ from snip_megatron import __version__
 from snip_megatron.precision.errors import needs_extra
 from snip_megatron.reporting.figures import format_figure, loss_figure, map_payload
 from snip_megatron.reporting.health import checks, measured_rise
-from snip_megatron.reporting.map_views import phase_view, recorded_linears, stage_view, unquantised_flops
+from snip_megatron.reporting.map_views import phase_view
 from snip_megatron.reporting.sensitivity import unit_of
 from snip_megatron.reporting.summary import RunSummary, headline, sentences, summarise
 from snip_megatron.runtime.account import duration, share_text
@@ -56,12 +56,10 @@ def write_report(run: Path | str, out: Path | str | None = None) -> Path:
 def render(run: RunData, *, live: bool = False) -> str:
     """Return the page as text. With ``live`` it is read at once, and says how old the last record is."""
     summary = summarise(run)
-    unreadable = list(run.unreadable)
     facts = {name: value for name, value in run.facts.items() if name not in _HIDDEN_FACTS}
-    rows, phases = recorded_linears(run, unreadable), phase_view(run)
     figures = {
         "loss": loss_figure(run),
-        "formats": format_figure(run, {row.name: row.flops for row in rows}, sum(unquantised_flops(run).values())),
+        "formats": format_figure(run),
     }
     plotly_js, page_js = get_plotlyjs(), _template_text("report.js")
     return _template().render(
@@ -83,8 +81,7 @@ def render(run: RunData, *, live: bool = False) -> str:
         maps=map_payload(run.maps),
         adoptions=len(run.adoptions),
         unit=unit_of(str(run.config.get("policy")), str(run.config.get("q"))),
-        stages=stage_view(run, rows, unreadable),
-        phases=phases,
+        phases=phase_view(run),
         checks=checks(run),
         updates=run.updates,
         rises={adoption.version: rise for adoption in run.adoptions if (rise := measured_rise(adoption))},
@@ -93,7 +90,7 @@ def render(run: RunData, *, live: bool = False) -> str:
         events=[_event_row(event) for event in run.events[-MAX_EVENT_ROWS:]],
         events_left_out=max(0, len(run.events) - MAX_EVENT_ROWS),
         tables=[("Facts", _pairs(facts)), ("Configuration", _pairs(run.config))],
-        unreadable=unreadable,
+        unreadable=run.unreadable,
     )
 
 

@@ -145,6 +145,7 @@ def adopt(run: RunDirectory, step: int, new: PrecisionMap, old: PrecisionMap | N
     run.event(
         step, "adopt", version=new.version, status=new.status, achieved=new.achieved,
         achieved_per_stage=new.achieved_per_stage, fp4_fraction=new.achieved, changed=changed, wait_s=0.004,
+        formats={"fp4": TARGET, "fp8": 1 - TARGET},
     )  # fmt: skip
     return new
 
