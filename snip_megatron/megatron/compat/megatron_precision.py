@@ -25,6 +25,7 @@ _OFF: dict[str, Any] = dict.fromkeys(("fp8", "fp4", "moe_expert_rank_capacity_fa
         "fp8_dot_product_attention", "fp8_multi_head_attention", "fp8_output_proj",
         "moe_router_padding_for_quantization", "moe_router_padding_for_fp8", "use_transformer_engine_op_fuser",
         "moe_paged_stash", "moe_ncclep_static_shape", "moe_ncclep_zero_copy", "delay_wgrad_compute",
+        "moe_use_grouped_tensor", "moe_single_grouped_weight", "moe_single_grouped_bias",  # since 0.20
     ),
     False,
 )
@@ -34,7 +35,8 @@ _OFF: dict[str, Any] = dict.fromkeys(("fp8", "fp4", "moe_expert_rank_capacity_fa
 Delayed wgrads stay, but beside CUDA graphs only where :func:`may_delay_wgrads` allows it: a GEMM must add them to
 ``main_grad``, which has a fixed address. ``moe_paged_stash``, ``moe_ncclep_*`` and ``moe_expert_rank_capacity_factor``
 serve fused operations, whose buffers of tokens have a fixed size. Megatron runs a step again without that bound if its
-tokens do not fit, so that training is the same without the bound. Only the backend ncclep needs it.
+tokens do not fit, so that training is the same without the bound. Only the backend ncclep needs it. Experts whose rows
+or parameters are Transformer Engine's grouped tensors have their GEMMs inside it: each has a weight of its own instead.
 """
 
 

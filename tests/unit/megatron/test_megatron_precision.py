@@ -38,6 +38,17 @@ def test_the_recipe_names_the_candidates(
     assert all(word in said for word in shlex.split(given) if word.startswith("--fp") and "recipe" not in word)
 
 
+GROUPED = ("moe_use_grouped_tensor", "moe_single_grouped_weight", "moe_single_grouped_bias")
+
+
+@pytest.mark.skipif(GROUPED[0] not in DEFAULTS, reason="Megatron 0.19 has no grouped tensors")
+def test_experts_have_tensors_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [f"--{name.replace('_', '-')}" for name in GROUPED]
+    args = let_snip_choose(add_arguments(megatron_parser())).parse_args(["--snip", *flags])
+    assert [getattr(args, name) for name in GROUPED] == [False, False, False]
+    assert f"{', '.join(flags)} left out: SNIP chooses" in capsys.readouterr().out
+
+
 def test_without_snip_megatron_s_own_precision_stays() -> None:
     args = let_snip_choose(add_arguments(megatron_parser())).parse_args(["--fp8-format", "hybrid"])
     assert args.fp8 == "hybrid"
