@@ -66,7 +66,7 @@ class Figure:
             "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
             "showlegend": True,
             "xaxis": {"title": {"text": "training step"}},
-            "yaxis": y | self.layout.pop("yaxis", {}),
+            "yaxis": y,
         }
         return {"data": self.data, "layout": layout | self.layout}
 
@@ -143,18 +143,12 @@ def format_figure(run: RunData) -> dict[str, Any] | None:
 
 
 def _adoption_text(adoption: Adoption) -> str:
-    text = f"map{'' if adoption.version is None else f' v{adoption.version}'}: {adoption.status}"
-    parts = [html.escape(text)]
-    if adoption.achieved is not None:
-        parts.append(f"fp4 share {adoption.achieved:.2%}")
-    if adoption.budget is not None:
-        speedup = "" if adoption.speedup is None else f", predicted speedup {adoption.speedup:.3f}"
-        loss = "" if adoption.loss is None else f", predicted loss {adoption.loss:.3g}"
-        parts.append(f"asked {html.escape(adoption.budget)}{speedup}{loss}")
-    changed = number(adoption.fields.get("changed"))
-    if changed is not None:
-        parts.append(f"{int(changed)} choices changed")
-    return "<br>".join(parts)
+    version = "" if adoption.version is None else f" v{adoption.version}"
+    texts = [f"map{version}: {adoption.status}", "" if adoption.budget is None else f"budget {adoption.budget}"]
+    figures = (("fp4 share", adoption.achieved, ".2%"), ("predicted speedup", adoption.speedup, ".3f"),
+               ("predicted rise, nats", adoption.loss, ".3g"))  # fmt: skip
+    texts += [f"{name} {value:{form}}" for name, value, form in figures if value is not None]
+    return "<br>".join(html.escape(text) for text in texts if text)
 
 
 # -- maps: columns are layers; rows are kinds of linears × GEMMs --------------------------------------------------

@@ -96,5 +96,5 @@ def _rise(run: RunData) -> Check:
 
 def _records(run: RunData) -> Check:
     lost = [f"{count} of {kind} lost" for kind, count in run.lost.items()]
-    texts = [*lost, *([f"files unreadable or damaged: {len(run.unreadable)}"] if run.unreadable else [])]
-    return Check("Records", ", ".join(texts) or "complete", not texts)
+    lost += [f"files unreadable or damaged: {len(run.unreadable)}"] if run.unreadable else []
+    return Check("Records", ", ".join(lost) or "complete", not lost)

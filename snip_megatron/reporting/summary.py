@@ -6,7 +6,6 @@ end of a run, the report and ``snip report --json`` show them. A running job com
 """
 
 import contextlib
-import itertools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.reporting.map_views import Prediction, differences
+from snip_megatron.reporting.map_views import Prediction
 from snip_megatron.runtime.account import STEPS, TOLERANCE, Account, Stretch, duration, is_quantised
 from snip_megatron.runtime.run_data import Adoption, RunData, number
 from snip_megatron.sensitivity.policies import in_nats
@@ -105,11 +104,10 @@ class RunSummary:
         bf16_s, bf16_steps: median time of a step in bf16, and the number of steps of this median.
         maps: the steps under each map.
         saved_s: time saved so far, minus all costs.
-        saved_run_s: the same at the end of the run.
+        saved_run_s: the same at the end of the run, if the current map stays.
         costs: seconds by kind of event.
         loss: None if it cannot be predicted.
         memory: None if it was not recorded.
-        assumes: the assumption of ``saved_run_s`` as half a sentence.
         tokens_s: tokens a second of the usual steps under the latest map that has a median.
         over_fp8, fp8: predicted speedup of a step under the map in force over one with all linears in ``fp8``, the
             fastest 8-bit format.
@@ -131,7 +129,6 @@ class RunSummary:
     costs: Mapping[str, float]
     loss: LossCost | None
     memory: Memory | None
-    assumes: str = ""
     tokens_s: float | None = None
     over_fp8: float | None = None
     fp8: str = ""
@@ -219,8 +216,7 @@ def summarise(run: RunData) -> RunSummary:
     if summary.why:  # without times in bf16, no stretch has a speedup that a reader could take for a result
         summary = replace(summary, maps=tuple(replace(stretch, bf16=deque()) for stretch in maps), saved_s=None)
     else:
-        saved_run_s, assumes = _saved_over_run(summary, run)
-        summary = replace(summary, saved_run_s=saved_run_s, assumes=assumes)
+        summary = replace(summary, saved_run_s=_saved_over_run(summary, run))
     return _with_verdict(summary)
 
 
@@ -234,24 +230,17 @@ def _why_not_judged(run: RunData) -> str:
     return "the batch size ramps up, and steps with it" if run.facts.get("batch_size_ramps") else ""
 
 
-def _saved_over_run(summary: RunSummary, run: RunData) -> tuple[float | None, str]:
-    """Return the time saved at the end of the run, and what that assumes.
-
-    Future updates are assumed to cost as much as those so far.
-    """
+def _saved_over_run(summary: RunSummary, run: RunData) -> float | None:
+    """Return the time saved at the end of the run, if the current map stays and updates cost what they have cost."""
     last = summary.maps[-1] if summary.maps else None
     if summary.saved_s is None or summary.total_steps is None or last is None or last.speedup is None:
-        return None, ""
+        return None
     steps = summary.total_steps - summary.steps
     step_saving = 0.0
     if last.quantised and last.bf16_s is not None and last.step_s is not None:
         step_saving = last.bf16_s - last.step_s
-    current, phases = run.adoptions[-1].precision_map, [plan.phases for plan in run.plans.values()][-1:]
-    later = [phase.precision_map for phase in itertools.chain(*phases) if phase.begin >= summary.steps]
-    changes = any(differences(current, precision_map) for precision_map in later)
-    assumes = "this map stays" + (", although the plan changes it" if changes else "")
     future_costs = _count_future_updates(steps, run.config) * summary.update_s
-    return summary.saved_s + steps * step_saving - future_costs, assumes
+    return summary.saved_s + steps * step_saving - future_costs
 
 
 def _tokens_per_second(run: RunData, maps: Sequence[Stretch]) -> float | None:
@@ -418,7 +407,7 @@ def headline(summary: RunSummary) -> str:
         return f"Worth it: {summary.verdict}. {summary.why[:1].upper()}{summary.why[1:]}."
     text = f"{_saved(summary.saved_s)} so far"
     if summary.saved_run_s is not None and summary.total_steps is not None and summary.total_steps > summary.steps:
-        text += f", {_saved(summary.saved_run_s)} over the run if {summary.assumes}"
+        text += f", {_saved(summary.saved_run_s)} over the run if this map stays"
     whole = (summary.bf16_s or 0.0) * summary.steps
     share = "" if not whole else f" ({summary.saved_s / whole:+.1%} of its time in bf16 so far)"
     hours = "" if summary.gpu_hours_saved is None else f": {summary.gpu_hours_saved:+,.2g} GPU hours so far"

@@ -124,6 +124,4 @@ def test_the_saving_over_the_run_takes_the_map_in_force_for_the_last_one(timed_r
     synthetic_run.add_plan(timed_run, plan_of((35, FAST), (500, SLOW), last=1000))
     worth = summarise(adopted(timed_run, FAST))
     assert worth.saved_run_s == pytest.approx(worth.saved_s + 880 * 0.5)
-    assert "over the run if this map stays, although the plan changes it" in headline(worth)
-    synthetic_run.add_plan(timed_run, plan_of((35, FAST), (500, FAST), last=1000, version=2))
-    assert summarise(adopted(timed_run, FAST)).assumes == "this map stays"
+    assert "over the run if this map stays" in headline(worth)
