@@ -129,8 +129,7 @@ KINDS = {
     "heterogeneous": f"{HETEROGENEOUS} {TP2}",
     "muon": "--optimizer muon",
     "hybrid": f"{EXPERTS.replace(' --num-layers 2 --moe-layer-freq [0,1]', '')} {EP2} {SHARED} {DELTA}",
-    "shared-overlapped": f"{EXPERTS} {EP2} {BESIDE}",
-    "latent-recomputed": f"{LATENT} {EXPERTS} {EP2} {RECOMPUTED} mla_up_proj",
+    "latent-recomputed": f"{LATENT} {EXPERTS} {EP2} {BESIDE} {RECOMPUTED} mla_up_proj",
     "shared-overlapped-tp": f"{EXPERTS} {TP2} {EP2} --expert-tensor-parallel-size 1 {BESIDE}",
     "expert-tensor-parallel": f"{EXPERTS} {TP2}",
     "allgather": f"{EXPERTS.replace('alltoall', 'allgather')} {EP2}",
@@ -140,7 +139,7 @@ KINDS = {
     "recomputed": f"{EXPERTS} {EP2} {SHARED} {RECOMPUTED} moe",
     "shared-recomputed": f"{EXPERTS} {EP2} {SHARED} {RECOMPUTED} shared_experts mlp",
 }
-FAST = ("heterogeneous", "hybrid", "shared-overlapped", "latent-recomputed")
+FAST = ("heterogeneous", "hybrid", "latent-recomputed")
 
 
 @pytest.mark.parametrize(

@@ -140,15 +140,15 @@ MEASURE_ONCE = (
 )
 
 
-@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2 --snip-probe-microbatches 2"])
-def test_tokens_that_the_loss_leaves_out_do_not_scale_gradients(warm: WarmRanks, tmp_path: Path, layout: str) -> None:
+def test_tokens_that_the_loss_leaves_out_do_not_scale_gradients(warm: WarmRanks, tmp_path: Path) -> None:
     """Megatron divides a loss per token by the tokens under the mask. A single microbatch divides it alike."""
     expected = probed_table(warm, tmp_path / "mean", 1, "--micro-batch-size", "4")
-    found = probed_table(warm, tmp_path / "per-token", 2, "--calculate-per-token-loss", *layout.split())
     assert expected.tokens == 4 * 64
-    for column in ("linear.g2", "boundary.r2"):  # of a mean over T tokens: in proportion to 1/T
-        measured, wanted = (table.arrays[column].sum() * table.tokens for table in (found, expected))
-        assert measured == pytest.approx(wanted, rel=0.2), column
+    for name, layout in (("data", ""), ("pipeline", "--pipeline-model-parallel-size 2 --snip-probe-microbatches 2")):
+        found = probed_table(warm, tmp_path / name, 2, "--calculate-per-token-loss", *layout.split())
+        for column in ("linear.g2", "boundary.r2"):  # of a mean over T tokens: in proportion to 1/T
+            measured, wanted = (table.arrays[column].sum() * table.tokens for table in (found, expected))
+            assert measured == pytest.approx(wanted, rel=0.2), (name, column)
 
 
 def test_the_scale_of_a_loss_scales_no_statistic(warm: WarmRanks, tmp_path: Path) -> None:
