@@ -18,9 +18,9 @@ from snip_megatron.megatron.startup import Startup, check_sources, say, untested
 from snip_megatron.numerics.products.selection import native_backend, select_backend
 from snip_megatron.precision.errors import SnipError, installed_version, located
 from snip_megatron.runtime.agreement import Terms, configuration_table, of_launcher, rank_device, together
-from snip_megatron.runtime.config import SnipConfig, resolve_arguments
+from snip_megatron.runtime.config import SnipConfig, resolve_arguments, training_steps
 from snip_megatron.runtime.controller import OnAdopt
-from snip_megatron.runtime.defaults import FASTEST, LOSS, backend_of, dominated
+from snip_megatron.runtime.defaults import EARLIEST_UPDATE, FASTEST, LOSS, backend_of, dominated
 from snip_megatron.runtime.options import given_options
 from snip_megatron.timing.cost_model import load_cost_model
 
@@ -85,6 +85,7 @@ def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
                 f" default is --snip-budget {LOSS}"
             )
         lines.insert(0, budget)
+    lines.append(None if getattr(args, "load", None) else _too_short(config, training_steps(args)))
     return config, [line for line in lines if line]
 
 
@@ -102,6 +103,20 @@ def check_own_arguments(args: argparse.Namespace) -> None:
 
             with_resolved_gemm(config, args)  # which reads the maps
             _named_backend(config.timings)
+
+
+def _too_short(config: SnipConfig, steps: int | None) -> str | None:
+    """Return a line about a run that ends before its first map, with what changes that. None if it does not."""
+    first = config.first_update + config.lag
+    if not config.updates or steps is None or first < steps:
+        return None
+    sooner = steps - 1 - config.lag
+    earlier = f"--snip-first-update {sooner} or less" if sooner >= EARLIEST_UPDATE else "a smaller --snip-lag"
+    return (
+        f"this run trains in bf16 to its end, without an update: it has {steps} steps, and its first map would be"
+        f" adopted after step {first} (--snip-first-update {config.first_update} + --snip-lag {config.lag}): use"
+        f" --train-iters {first + 1} or more, or {earlier}"
+    )
 
 
 def _named_backend(timings: str | None) -> str | None:

@@ -116,7 +116,10 @@ def _predicted_times(
 
 
 def finish(run: Path) -> None:
-    """Print whether the run was worth it, and write ``report.html`` into its directory. Failures are printed only."""
+    """Print whether the run was worth it, and write ``report.html`` into its directory and print its path.
+
+    Failures are printed only.
+    """
     # The record is already on disk. A missing package or a full disk must not change the exit code of the job.
     try:
         from snip_megatron.reporting.summary import lines, summarise
@@ -128,6 +131,6 @@ def finish(run: Path) -> None:
     try:
         from snip_megatron.reporting.report import write_report
 
-        write_report(run)
+        say(f"report: {write_report(run)}")
     except Exception as error:
         say(f"no report: {error}; later: snip report {run}")

@@ -260,6 +260,8 @@ class SnipRun:
 
         def probe(clip: float) -> ProbeResult | Unmeasured:
             assert self._probes is not None
+            if not torch.cuda.is_available():
+                say(f"step {call.step}: an update begins with a probe, which takes a while on a CPU")
             step = self._host_step(self.graphs.without_graph(call), lambda: self.graphs.bypassed(call.model))
             return self._probes.measure(step, clip, controller.state.sequences)
 

@@ -98,7 +98,7 @@ class RunSummary:
     """The figures of a run and their verdict. Times are those of rank 0, in seconds. None means: not known.
 
     Attributes:
-        verdict: ``yes``, ``no``, ``too early``, ``not judged`` or ``no map``.
+        verdict: ``yes``, ``no``, ``in longer runs``, ``too early``, ``not judged`` or ``no map``.
         why: the reason if speed is not judged, or not yet. Otherwise empty.
         warnings: what to change, if it was not worth it.
         bf16_s, bf16_steps: median time of a step in bf16, and the number of steps of this median.
@@ -163,6 +163,15 @@ class RunSummary:
         return (self.cost_s - self.costs.get("compile", 0.0)) / self.updates if self.updates else 0.0
 
     @property
+    def steps_to_pay(self) -> int | None:
+        """Number of steps under the latest map in which an update pays for itself. None if they save nothing."""
+        judged = self.judged
+        if not self.updates or judged is None or judged.bf16_s is None or judged.step_s is None:
+            return None
+        saving = judged.bf16_s - judged.step_s
+        return math.ceil(self.update_s / saving) if saving > 0 else None
+
+    @property
     def judged(self) -> Stretch | None:
         """The latest map whose speed is known."""
         known = [stretch for stretch in self.maps if stretch.quantised and stretch.speedup is not None]
@@ -217,7 +226,7 @@ def summarise(run: RunData) -> RunSummary:
         summary = replace(summary, maps=tuple(replace(stretch, bf16=deque()) for stretch in maps), saved_s=None)
     else:
         summary = replace(summary, saved_run_s=_saved_over_run(summary, run))
-    return _with_verdict(summary)
+    return _with_verdict(summary, run)
 
 
 # -- time ----------------------------------------------------------------------------------------------------------
@@ -344,9 +353,10 @@ def _memory(run: RunData) -> Memory | None:
 
 
 # -- verdict -------------------------------------------------------------------------------------------------------
-def _with_verdict(summary: RunSummary) -> RunSummary:
+def _with_verdict(summary: RunSummary, run: RunData) -> RunSummary:
     if not any(stretch.quantised for stretch in summary.maps):
-        return replace(summary, verdict="no map", why=summary.why or "every step so far was in bf16")
+        why = f"every step so far was in bf16: {_why_no_map(run, summary.steps)}"
+        return replace(summary, verdict="no map", why=why)
     if summary.why:
         return replace(summary, verdict="not judged")
     if summary.judged is None or summary.saved_s is None:
@@ -358,7 +368,53 @@ def _with_verdict(summary: RunSummary) -> RunSummary:
             return replace(summary, verdict="not judged", why=why)
         return replace(summary, verdict="too early", why=f"fewer than {STEPS} usual steps ran under a map")
     reason, hint = _why_not_worth(summary, summary.judged), _hint(summary.judged)
+    if longer := _why_in_longer_runs(summary, summary.judged, number(run.config.get("update_interval")) or 0.0):
+        return replace(summary, verdict="in longer runs", why=longer, warnings=(hint,) if hint else ())
     return replace(summary, verdict="yes" if reason is None else "no", warnings=tuple(w for w in (reason, hint) if w))
+
+
+def _why_no_map(run: RunData, steps: int) -> str:
+    """Return why no quantised map was adopted, with what changes it."""
+    config, last = run.config, {str(event["event"]): event for event in run.events}  # the last of each kind
+    if run.adoptions and "submit" in last:
+        return (
+            f"the solver chose bf16 for every GEMM, because within --snip-budget {config.get('budget')} no other format"
+            " is faster here; a looser budget, or larger microbatches, may change that"
+        )
+    if run.adoptions or not config.get("update_interval"):
+        by = "policy" if config.get("update_interval") else "update_interval"
+        by = next((name for name in ("map", "replay") if config.get(name)), by)
+        return f"--snip-{by.replace('_', '-')} {config.get(by)} makes no other maps"
+    if (failed := last.get("solve_failed")) is not None:
+        return f"the solver gave no map ({failed.get('message')})"
+    if (guard := last.get("guard")) is not None:
+        return f"the guard refused its map ({guard.get('reason')})"
+    if (submit := last.get("submit")) is not None:
+        until = last.get("postpone", {}).get("until") or int(submit["step"]) + int(number(config.get("lag")) or 0)
+        return (
+            f"the map of the update of step {submit['step']} is adopted at step {until} at the earliest, and {steps}"
+            " steps have run: train longer, or let training wait for it with --snip-wait 120"
+        )
+    for kind, text in (("dropped", "an update was dropped"), ("skipped", "an update was left out")):
+        if (event := last.get(kind)) is not None:
+            return f"{text} ({event.get('reason')})"
+    if (postponed := last.get("postpone")) is not None:
+        return f"{postponed.get('reason')} until step {postponed.get('until')}: --snip-wait 120 waits for them"
+    first = number(run.facts.get("first_update")) or number(config.get("first_update")) or 0.0
+    return (
+        f"none was due, because the first update is before step {first:.0f}: train longer, or use --snip-first-update"
+    )
+
+
+def _why_in_longer_runs(summary: RunSummary, judged: Stretch, interval: float) -> str | None:
+    """Return why only longer runs gain: their updates pay, and those of this run came too late. None otherwise."""
+    total, pays = summary.saved_s if summary.saved_run_s is None else summary.saved_run_s, summary.steps_to_pay
+    if (judged.speedup or 0.0) < TOLERANCE or total is None or total > 0 or pays is None or pays >= interval:
+        return None
+    return (
+        f"a step under map {judged.version} is {judged.speedup:.2f} x as fast as in bf16, and an update of"
+        f" {duration(summary.update_s)} pays for itself after {pays:,} steps; this run had {judged.steps:,} of them"
+    )
 
 
 def _why_not_worth(summary: RunSummary, judged: Stretch) -> str | None:
@@ -372,10 +428,8 @@ def _why_not_worth(summary: RunSummary, judged: Stretch) -> str | None:
             " --snip without a budget, snip plan"
         )
     if total is not None and total <= 0:
-        step_saving = (judged.bf16_s or 0.0) - (judged.step_s or 0.0)
-        steps = math.ceil(summary.update_s / step_saving)
         return (
-            f"updates cost more than the maps save: one pays for itself after {steps:,}"
+            f"updates cost more than the maps save: one pays for itself after {summary.steps_to_pay or 0:,}"
             " steps; use a longer --snip-update-interval, or --snip-estimator fisher"
         )
     if summary.loss is None or summary.loss.steps is None or total is None:
@@ -445,6 +499,9 @@ def _steps_text(summary: RunSummary) -> str:
         predicted = "" if shown.predicted is None else f", {shown.predicted:.2f} x was predicted{of}"
         under = f"under map {shown.version} ({shown.steps:,} steps{mean})"
         parts.append(f"{duration(shown.step_s)} {under}{speed}{predicted}")
+    if summary.over_fp8 is not None and summary.judged is not None and summary.judged is summary.maps[-1]:
+        everywhere = (summary.judged.step_s or 0.0) * summary.over_fp8
+        parts.append(f"{duration(everywhere)} with {summary.fp8} in every GEMM, as computed from times of GEMMs")
     return f"A step took {', '.join(parts)}." if parts else ""
 
 
@@ -455,7 +512,8 @@ def _costs_text(summary: RunSummary) -> str:
     largest = sorted(summary.costs.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{_COST_NAMES.get(kind, kind)} {duration(seconds)}" for kind, seconds in largest)
     count = "SNIP" if not summary.updates else "1 update" if summary.updates == 1 else f"{summary.updates:,} updates"
-    return f"{count} cost {duration(summary.cost_s)}{share}: {parts}."
+    pays = "" if summary.steps_to_pay is None else f"; an update pays for itself after {summary.steps_to_pay:,} steps"
+    return f"{count} cost {duration(summary.cost_s)}{share}: {parts}{pays}."
 
 
 def _loss_text(summary: RunSummary, loss: LossCost | None) -> str:

@@ -453,6 +453,11 @@ class Controller:
             self._event(step, "skipped", reason="the previous update is still undecided")
             return
         due = step + self._config.lag
+        if not self._schedule.trains_at(due):
+            self.state.postponed = due  # of a resumed run that trains longer
+            self._event(step, "skipped", reason=f"training ends before step {due}, at which its map would be adopted")
+            self._say(f"step {step}: no update, because training ends before its map would be adopted, at step {due}")
+            return
         phases = self._schedule.request(step, due, self._registry.current)
         if phases is None and self._schedule.has_phases:
             self._event(step, "skipped", reason="training ends before its plan would come into force")

@@ -26,6 +26,7 @@ from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.sensitivity.times import OptionTimes
 
 _POLL_S = 0.01
+_SILENCE_S = 2.0  # seconds of waiting after which rank 0 says so
 
 
 class RankZeroCoordinator:
@@ -148,8 +149,11 @@ class RankZeroCoordinator:
     def decision(self, step: int, version: int) -> Decision:
         """Return the decision about an update. Waits for it for at most ``--snip-wait`` seconds."""
         self.receive_results(step)
-        until = time.monotonic() + self._config.wait
-        while version not in self._decisions and time.monotonic() < until:
+        started, said = time.monotonic(), False
+        while version not in self._decisions and (waited := time.monotonic() - started) < self._config.wait:
+            if waited > _SILENCE_S and not said:
+                said = True
+                print(f"snip: step {step}: waiting for map {version}, at most {self._config.wait:g} s", flush=True)
             time.sleep(_POLL_S)
             self.receive_results(step)
         return self._decisions.pop(version, Decision(ready=False))

@@ -214,6 +214,10 @@ class ScheduleState:
         """Whether an update solves a plan instead of a single map."""
         return self._timeline is not None and self._timeline.schedule is not None
 
+    def trains_at(self, step: int) -> bool:
+        """Return whether training goes on at ``step``, as far as its end is known."""
+        return self._timeline is None or step < self._timeline.last
+
     @property
     def spent(self) -> BudgetSpent:
         """What past steps have spent. :meth:`begin` sets it."""

@@ -118,7 +118,9 @@ def test_an_optimizer_whose_update_is_not_known_is_refused_before_the_first_step
 
 
 def test_an_optimizer_whose_update_nobody_needs_is_not_refused(warm: WarmRanks, tmp_path: Path) -> None:
-    args = tiny_llama_args("--snip", "--snip-first-update", "1", "--snip-estimator", "fisher", iters=3)
+    args = tiny_llama_args(
+        "--snip", "--snip-first-update", "1", "--snip-lag", "1", "--snip-estimator", "fisher", iters=3
+    )
     warm.succeed(1, args, tmp=tmp_path, module="altered_pretrain", env={"ALTER": "couple"})
 
 

@@ -136,7 +136,7 @@ MEASURE_ONCE = (
     "--snip-update-interval",
     "100",
     "--snip-lag",
-    "50",
+    "2",
 )
 
 

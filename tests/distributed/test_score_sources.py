@@ -16,7 +16,7 @@ pytest.importorskip("emerging_optimizers")
 
 AT = 2
 PROBE = shlex.split(
-    f"--snip --snip-estimator noise --snip-first-update {AT} --snip-update-interval 1000 --snip-lag 500"
+    f"--snip --snip-estimator noise --snip-first-update {AT} --snip-update-interval 1000 --snip-lag 6"
     f" --snip-settings probe_tokens=48 --exit-interval {AT + 1}"
 )
 # Tiles fall alike on two ranks: every shard is a multiple of 128.

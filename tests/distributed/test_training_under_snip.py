@@ -170,3 +170,16 @@ def test_all_ranks_probe_what_fits_on_the_smallest(
     assert len(before) == adopted["step"] == 4
     assert {step: loss for step, loss in losses(tight).items() if step in before} == before
     assert len(losses(tight)) == 12
+
+
+def test_a_run_that_ends_before_its_first_map_says_so_and_pays_for_no_update(warm: WarmRanks, tmp_path: Path) -> None:
+    """The defaults: the first update is at step 5, and its map would be adopted ten steps later."""
+    process = warm.succeed(1, tiny_llama_args("--snip", "--snip-dir", "run", iters=12), tmp=tmp_path)
+    assert "snip: this run trains in bf16 to its end, without an update: it has 12 steps" in process.stdout
+    assert "use --train-iters 16 or more, or a smaller --snip-lag" in process.stdout
+    assert (
+        "snip: step 5: no update, because training ends before its map would be adopted, at step 15" in process.stdout
+    )
+    assert {event["event"] for event in read_events(tmp_path / "run")} == {"skipped"}
+    assert "Every step so far was in bf16: an update was left out (training ends before step 15" in process.stdout
+    assert process.stdout.rstrip().endswith("snip: report: run/report.html")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import synthetic_run
 
-from snip_megatron.precision import Gemm, option_id
+from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.report import render
 from snip_megatron.reporting.summary import TRUE_OVER_PREDICTED, RunSummary, headline, lines, summarise
@@ -146,6 +146,7 @@ def test_predicted_speedups_are_those_of_the_stored_times(tmp_path: Path) -> Non
     # 12 linears a stage: 72 s of 3 GEMMs of 2 s each, halved by the map, beside 72 s on the slower stage
     assert worth.maps[-1].predicted == pytest.approx(144 / 108)
     assert (worth.fp8, worth.over_fp8) == ("fp8", pytest.approx(1.0))  # fp8 everywhere is as fast
+    assert ", 950.0 ms with fp8 in every GEMM, as computed from times of GEMMs." in "\n".join(lines(worth))
     page = render(load_run(tmp_path / "run"))
     assert "<dt>speedup over bf16, measured; predicted 1.333</dt><dd>1.053</dd>" in page
     assert worth.verdict == "yes"
@@ -180,6 +181,53 @@ def test_too_few_steps_in_bf16_or_under_a_map(tmp_path: Path) -> None:
     assert summarise(load_run(none)).verdict == "no map"
     old = synthetic_run.write_run(tmp_path / "d")
     assert summarise(load_run(old)).why == "times of steps are not recorded"
+
+
+def test_an_update_that_a_short_run_has_not_paid_for_pays_in_longer_ones(tmp_path: Path) -> None:
+    """The run has 85 steps under its map, each 20 ms shorter; the update costs 1.7 s, and a job has one in 1,000."""
+    facts = {"train_iters": STEPS}
+    worth = a_run(tmp_path, bf16=0.12, mapped=0.1, facts=facts, config={"update_interval": 1000})
+    assert (worth.verdict, worth.warnings) == ("in longer runs", ())
+    assert 85 < worth.steps_to_pay < 100
+    assert headline(worth).startswith(
+        "Worth it: in longer runs. A step under map 1 is 1.20 x as fast as in bf16, and an"
+    )
+    assert f"pays for itself after {worth.steps_to_pay} steps" in "\n".join(lines(worth))
+    never = a_run(tmp_path / "slower", bf16=0.1, mapped=0.1, facts=facts, config={"update_interval": 1000})
+    assert (never.verdict, never.steps_to_pay) == ("no", None)
+
+
+@pytest.mark.parametrize(
+    ("events", "config", "cause"),
+    [
+        ([], {}, "none was due, because the first update is before step 100: train longer, or use --snip-first-update"),
+        ([], {"update_interval": 0}, "--snip-update-interval 0 makes no other maps"),
+        ([(9, "adopt", {"version": 0})], {"policy": "bf16"}, "--snip-policy bf16 makes no other maps"),
+        ([(4, "skipped", {"reason": "training ends"})], {}, "an update was left out (training ends)"),
+        ([(4, "dropped", {"reason": "no memory"})], {}, "an update was dropped (no memory)"),
+        ([(4, "postpone", {"reason": "kernels", "until": 14})], {}, "kernels until step 14: --snip-wait 120 waits"),
+        ([(4, "submit", {})], {}, "the map of the update of step 4 is adopted at step 9 at the earliest, and 8 steps"),
+        (
+            [(4, "submit", {}), (9, "postpone", {"until": 14})],
+            {},
+            "the map of the update of step 4 is adopted at step 14",
+        ),
+        ([(4, "submit", {}), (5, "solve_failed", {"message": "boom"})], {}, "the solver gave no map (boom)"),
+        ([(4, "submit", {}), (9, "adopt", {"version": 1})], {}, "the solver chose bf16 for every GEMM, because within"),
+    ],
+)
+def test_why_no_map_was_adopted(
+    tmp_path: Path, events: list[tuple[int, str, dict[str, Any]]], config: dict[str, Any], cause: str
+) -> None:
+    settings, facts = synthetic_run.CONFIG | {"first_update": 100} | config, HOPPER | {"first_update": 100}
+    with RunDirectory(tmp_path / "run", settings, overwrite=False, resume_step=None, facts=facts) as run:
+        run.write("maps", 9, PrecisionMap.uniform(synthetic_run.LINEARS, Format.BF16).to_json())
+        for step in range(8):
+            run.metric(step, loss=3.0, grad_norm=1.0, fp4_fraction=0.0, step_s=1.0)
+        for step, kind, fields in events:
+            run.event(step, kind, **fields)
+    said = headline(summarise(load_run(tmp_path / "run")))
+    assert said.startswith(f"Worth it: no map. Every step so far was in bf16: {cause}")
 
 
 @pytest.mark.parametrize(
