@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -88,6 +89,7 @@ class Job:
         load: equal to ``save`` if the run resumes from the newest checkpoint there, or begins anew without one. None if
             it does not resume, or if ``extra`` names another checkpoint to begin with.
         smoke: whether this is a trial with a small model.
+        graphs: whether Transformer Engine's CUDA graphs replay the layers, which then do not wait for the host.
         extra: arguments of Megatron that override all others, except ``load``.
     """
 
@@ -100,6 +102,7 @@ class Job:
     load: Path | None
     snip: bool
     smoke: bool
+    graphs: bool
     extra: Sequence[str]
 
 
@@ -111,6 +114,7 @@ def make_job(
     resume: bool = True,
     snip: bool = True,
     smoke: bool = False,
+    cpu: bool = False,
     extra: Sequence[str] = (),
     **changes: Any,
 ) -> Job:
@@ -147,7 +151,11 @@ def make_job(
     folder = _check_save(save if extra_save is None else Path(extra_save))
     resumes = resume and (last_value(extra, "--load") is None or holds_checkpoint(folder))
     load = folder if resumes else None
-    return Job(configuration, model, layout, nodes, _check_data(data, smoke, extra), folder, load, snip, smoke, extra)
+    data = _check_data(data, smoke, extra)
+    # They have not run with recomputation, and several stages keep graphs of every microbatch in flight.
+    graphs = not cpu and pp == 1 and configuration.recompute == "none"
+    graphs = graphs and importlib.util.find_spec("transformer_engine") is not None
+    return Job(configuration, model, layout, nodes, data, folder, load, snip, smoke, graphs, extra)
 
 
 def _data_parallel_size(nodes: int, gpus_per_node: int, tp: int, pp: int) -> int:
@@ -236,6 +244,7 @@ def megatron_arguments(job: Job) -> list[str]:
     parts = (
         _model_arguments(job),
         _layout_arguments(job.layout),
+        ["--cuda-graph-impl", "transformer_engine", "--te-rng-tracker"] if job.graphs else [],
         _training_arguments(job),
         _data_arguments(job),
         ["--save", str(job.save), "--save-interval", "10" if job.smoke else "500"],
@@ -356,6 +365,7 @@ def run(args: argparse.Namespace) -> int:
         resume=args.resume,
         snip=args.snip,
         smoke=args.smoke,
+        cpu=args.cpu,
         extra=args.extra,
         **{name: getattr(args, name) for name in _CHANGES} | alone,
     )

@@ -238,3 +238,18 @@ def test_the_users_arguments_come_last_and_win(validated: dict[str, dict[str, An
     assert (validated["plain"]["train_iters"], validated["plain"]["lr"]) == (7, 1e-4)
     tokens = validated["1b"]["train_iters"] * 1024 * 2048
     assert tokens == pytest.approx(3e12, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "graphs"),
+    [({}, True), ({"cpu": True}, False), ({"name": "3b"}, False), ({"name": "70b", "smoke": True}, False)],
+)
+def test_layers_are_replayed_as_graphs_where_transformer_engine_is_installed(
+    changes: dict[str, Any], graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = " --cuda-graph-impl transformer_engine --te-rng-tracker "
+    assert wanted not in " ".join(megatron_arguments(job(**changes)))  # not installed here
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    words = megatron_arguments(job(**changes, extra=("--cuda-graph-impl", "none")))
+    assert (wanted in " ".join(words)) == graphs
+    assert last_value(words, "--cuda-graph-impl") == "none"
