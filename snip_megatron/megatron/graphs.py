@@ -7,6 +7,8 @@ captured anew when a map is adopted.
 import argparse
 import functools
 import gc
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,7 +21,66 @@ from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.registry import DeviceStep
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import StepCall
+from snip_megatron.megatron.startup import say
 from snip_megatron.precision import ALL_BF16, Format
+
+_SETTLING, _SAMPLES = 4, 3
+_HOST_BOUND = 0.03
+"""Share of a microbatch below which the GPU's lag behind the host counts as none."""
+
+
+class HostWait:
+    """Tells whether the GPU waits for its host under a quantised map, and which arguments change that.
+
+    A GPU that works without pause lags behind the host's launches by part of a microbatch when the last kernel of a
+    step is launched. A GPU that waits does not. The lag is measured by a synchronisation in a few steps after the first
+    adoption, right before Megatron's own.
+
+    Args:
+        watched: Whether there is anything to tell: a GPU, and one pipeline stage, because stages wait for each other.
+        synchronize: Waits for the GPU.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        watched: bool,
+        synchronize: Callable[[], None] = torch.cuda.synchronize,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._skip = _SETTLING
+        self._samples: list[float] | None = [] if watched else None  # None if there is nothing more to tell
+        self._synchronize, self._clock = synchronize, clock
+
+    def timed(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``forward_backward`` for the next step under a map, timed if the step is one of the few."""
+        if self._samples is None or self._skip:
+            self._skip = max(0, self._skip - 1)
+            return forward_backward
+
+        @functools.wraps(forward_backward)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = self._clock()
+            result = forward_backward(*args, **kwargs)
+            launched = self._clock()
+            self._synchronize()
+            ended = self._clock()
+            self._add((ended - launched) / (ended - started) * kwargs.get("num_microbatches", 1))
+            return result
+
+        return timed
+
+    def _add(self, lag: float) -> None:
+        assert self._samples is not None
+        self._samples.append(lag)
+        if len(self._samples) < _SAMPLES:
+            return
+        if statistics.median(self._samples) < _HOST_BOUND:
+            say(
+                "the GPU waits for its host in forward and backward: CUDA graphs (--cuda-graph-impl transformer_engine"
+                " --te-rng-tracker) or larger microbatches make steps shorter"
+            )
+        self._samples = None
 
 
 class GraphedRun:
@@ -36,6 +97,7 @@ class GraphedRun:
         self._formats: dict[LinearHandle, tuple[Format, ...]] = {}  # of every linear, before a map is adopted
         self._captured_before = False
         self._frozen = False
+        self._host_wait = HostWait(torch.cuda.is_available() and args.pipeline_model_parallel_size == 1)
 
     def close(self) -> None:
         """Undo all changes of Megatron's classes and of the garbage collector."""
@@ -89,9 +151,13 @@ class GraphedRun:
     def training(
         self, forward_step: Callable[..., Any], forward_backward: Callable[..., Any]
     ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return the two functions of a training step, wrapped to count microbatches and to time captures."""
+        """Return the two functions of a training step, wrapped to count microbatches and to time captures.
+
+        Without graphs, a few steps are timed.
+        """
         if self._graphs is None:
-            return forward_step, forward_backward
+            maps = self._registry is not None and self._registry.generation
+            return forward_step, self._host_wait.timed(forward_backward) if maps else forward_backward
         return self._counting(forward_step), self._graphs.timed(forward_backward)
 
     def _counting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
