@@ -256,7 +256,7 @@ def train(run: Run, trial: Trial, log: Path) -> str | None:
             said = done
             _say(f"{run.name}: step {done} of {trial.steps}, {run.step_ms[-1]:,.1f} ms")
 
-    command = torchrun.torchrun_command(1, trial.ranks, None, "snip-trial", None)
+    command = torchrun.torchrun_command(1, trial.ranks, None, "snip-trial", "127.0.0.1")
     variables = torchrun.environment(trial.ranks, cpu=not trial.machine.gpus)
     started = time.monotonic()
     with log.open("wb") as output:
