@@ -221,7 +221,7 @@ def make_trial(words: Sequence[str], steps: int, machine: Machine, ranks: int, f
     shared += ["--exit-signal-handler", "--data-cache-path", str(folder / "data")]
     if machine.gpus:
         shared += ["--log-memory-interval", str(steps)]
-    if last_value(snip, "--snip-budget") is None and machine.gpus:
+    if machine.gpus and last_value(snip, "--snip-budget") is None and last_value(snip, "--snip-config") is None:
         snip = [*snip, "--snip-budget", str(FASTEST)]
         notes.append("--snip takes the fastest map: the loss of the first steps says nothing of that of the job")
     lag = min(10, steps // 6)
