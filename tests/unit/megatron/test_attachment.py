@@ -67,7 +67,14 @@ MAY_DIFFER = {
     *("non_persistent_global_ckpt_dir", "consumed_valid_samples", "split", "tokenizer_type", "fim_data"),
     *("create_attention_mask_in_dataloader", "dataloader_defer_npy_index_mmap", "dataloader_fast_cache_load"),  # data
     *("reset_attention_mask", "reset_position_ids", "check_for_nan_in_loss_and_grad", "check_for_spiky_loss"),
-    *("snip", "snip_budget", "snip_gemm", "snip_timings", "optimizer_cuda_graph"),  # compared otherwise, or refused
+    *(
+        "snip",
+        "snip_budget",
+        "snip_gemm",
+        "snip_timings",
+        "optimizer_cuda_graph",
+        "use_checkpoint_args",
+    ),  # compared otherwise, or refused
 }
 
 
