@@ -17,15 +17,18 @@ class SnipCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
         Trainer(model, args, train_dataset=data, callbacks=[SnipCallback(budget="fp4=0.75", dir="run")])
 
-    ``options`` are those of :func:`snip_megatron.plain.convert`. The model must return its loss. The state is part of
-    ``trainer_state.json``; ``restore_callback_states_from_checkpoint=True`` restores it with the checkpoint. FSDP,
-    DeepSpeed and several GPUs in one process are refused.
+    ``options`` are those of :func:`snip_megatron.plain.convert` but ``blocks`` and ``on_adopt``. The model must return
+    its loss. The state is part of ``trainer_state.json``; ``restore_callback_states_from_checkpoint=True`` restores it
+    with the checkpoint. FSDP, DeepSpeed and several GPUs in one process are refused.
 
     Attributes:
         snip: the object that chooses the formats. None before the training.
     """
 
     def __init__(self, **options: Any) -> None:
+        for name, value in options.items():
+            if callable(value) or name == "blocks":
+                raise SnipError(f"SnipCallback: {name}= cannot be kept in trainer_state.json; use snip_megatron.plain")
         self.snip: PlainSnip | None = None
         self.saved: dict[str, Any] | None = None
         self._options, self._losses, self._first = options, list[torch.Tensor](), False

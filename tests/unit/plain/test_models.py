@@ -1,6 +1,7 @@
 """The plain loop on models that people have: Hugging Face's, checkpointed, compiled, with frozen linears."""
 
 import copy
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_megatron.plain import PlainSnip, convert
+from snip_megatron.plain.trainer import SnipCallback
+from snip_megatron.precision.errors import SnipError
 
 TOKENS = torch.randint(0, 64, (6, 4, 16), generator=torch.Generator().manual_seed(5))
 
@@ -138,3 +141,10 @@ def test_the_example_shows_which_linears_matter(
     assert ranked.count("decoder.layers.") == 20
     assert shown.endswith(f"the map as a picture: {tmp_path / 'run' / 'report.html'}\n")
     assert "mlp.down_proj" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_the_callback_of_a_trainer_takes_what_its_state_can_keep() -> None:
+    state = json.loads(json.dumps(SnipCallback(budget="fp4=0.5", pin=("*=fp8",)).state()))
+    assert SnipCallback.from_state(state).state() == state
+    with pytest.raises(SnipError, match="on_adopt= cannot be kept"):
+        SnipCallback(on_adopt=print)
