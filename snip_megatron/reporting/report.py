@@ -61,6 +61,7 @@ def render(run: RunData, *, live: bool = False) -> str:
         "loss": loss_figure(run),
         "formats": format_figure(run),
     }
+    rises: dict[int | None, str | None] = {adoption.step: measured_rise(adoption) for adoption in run.adoptions}
     plotly_js, page_js = get_plotlyjs(), _template_text("report.js")
     return _template().render(
         version=__version__,
@@ -84,7 +85,7 @@ def render(run: RunData, *, live: bool = False) -> str:
         phases=phase_view(run),
         checks=checks(run),
         updates=run.updates,
-        rises={adoption.version: rise for adoption in run.adoptions if (rise := measured_rise(adoption))},
+        rises={u.version: rise for u in run.updates if (rise := rises.get(u.adopted_step))},
         timed=any(update.speedup is not None for update in run.updates),
         faults=[_event_row(event) for event in run.faults],
         events=[_event_row(event) for event in run.events[-MAX_EVENT_ROWS:]],

@@ -236,8 +236,6 @@ class Update:
         latency_s: Seconds from the submission to the answer.
         lag_s: Seconds from the submission to the adoption.
         wait_s: Cost of the update in seconds: the sum of ``wait_s`` of its events of the kinds :data:`COSTS`.
-        predicted, measured, error: Rise of the loss by fprops in nats, as predicted and as measured with its standard
-            error, of the best map.
         status: What the solver said, or why there was no answer.
         achieved: The fp4 share of FLOPs that the solver reached.
         changed: Number of GEMMs whose format the adoption changed.
@@ -252,9 +250,6 @@ class Update:
     latency_s: float | None = None
     lag_s: float | None = None
     wait_s: float | None = None
-    predicted: float | None = None
-    measured: float | None = None
-    error: float | None = None
     status: str = ""
     objective: float | None = None
     bound: float | None = None
@@ -438,9 +433,6 @@ def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
     return sorted((_update(each) for each in by_update.values()), key=lambda update: update.step)
 
 
-_RISE = (("predicted", "predicted", "rise"), ("measured", "measured", "rise"), ("error", "measured", "error"))
-
-
 def _update(events: Sequence[Mapping[str, Any]]) -> Update:
     def last(kind: str, name: str) -> Any:
         return next((event.get(name) for event in reversed(events) if event["event"] == kind), None)
@@ -466,7 +458,6 @@ def _update(events: Sequence[Mapping[str, Any]]) -> Update:
         latency_s=number(last("solved", "latency_s")),
         lag_s=None if begin is None or end is None else max(0.0, end - begin),
         wait_s=total("wait_s", COSTS),
-        **{name: number(last("rise", f"{kind}_{field}")) for name, kind, field in _RISE},
         status=_status(events),
         achieved=number(last("solved", share)),
         adopted_step=adopted.get("step"),

@@ -54,17 +54,14 @@ def test_the_rise_is_the_difference_of_two_trainings_at_the_adoption(
     (measured,), (adopted,) = events_of(latest, "rise"), events_of(latest, "adopt")
     assert (measured["step"], adopted["step"]) == (ADOPTED, ADOPTED)
     assert measured["measured_rise"] == pytest.approx(under_map[ADOPTED] - in_bf16[ADOPTED], abs=3e-6)
-    assert abs(measured["measured_rise"]) > 1e-5
     assert measured["measured_tokens"] == 4 * 64
-    assert measured["measured_error"] > 0.0
+    assert measured["measured_error"] > 1e-5
     first, second = measured["candidates"]
     assert (first["policy"], second["policy"]) == ("snip", "backward-first")
     totals = [each["measured_rise"] + each["predicted_backward"] for each in (first, second)]
     assert measured["policy"] == (first, second)[totals.index(min(totals))]["policy"]
     shown = {name: measured[name] for name in ("policy", "predicted_rise", "measured_rise", "measured_error")}
     assert {name: adopted[name] for name in shown} == shown
-    (update,) = load_run(latest).updates
-    assert (update.measured, update.predicted) == (measured["measured_rise"], measured["predicted_rise"])
 
 
 def test_a_map_whose_rise_was_predicted_too_low_is_solved_again(warm: WarmRanks, tmp_path: Path) -> None:
@@ -92,4 +89,4 @@ def test_a_map_whose_rise_was_predicted_too_low_is_solved_again(warm: WarmRanks,
     assert StatisticsTable.load(run / "stats" / "step_12.npz").meta["correction"] == rejected["correction"]
     assert StatisticsTable.load(run / "stats" / "step_18.npz").meta["correction"] > 100.0
     update = load_run(run).updates[0]
-    assert (update.version, update.adopted_step, update.measured) == (1, adopted["step"], adopted["measured_rise"])
+    assert (update.version, update.adopted_step) == (1, adopted["step"])

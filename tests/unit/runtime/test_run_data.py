@@ -80,14 +80,13 @@ def test_what_an_update_changed_is_what_its_first_adoption_did(tmp_path):
 def test_a_second_solution_belongs_to_the_update_of_its_statistics(tmp_path):
     with open_run(tmp_path) as run:
         run.event(2, "submit", version=1, wait_s=0.5)
-        run.event(4, "rise", version=1, predicted_rise=0.1, measured_rise=0.4, measured_error=0.01, wait_s=0.25)
+        run.event(4, "rise", version=1, wait_s=0.25)
         run.event(4, "rejected", version=1, again=2)
         run.event(5, "solved", version=2, status="optimal")
-        run.event(6, "rise", version=2, predicted_rise=0.2, measured_rise=0.3, measured_error=0.02, wait_s=0.25)
+        run.event(6, "rise", version=2, wait_s=0.25)
         run.event(6, "adopt", version=2, changed=3)
     (update,) = load_run(tmp_path).updates
     assert (update.version, update.adopted_step, update.wait_s) == (1, 6, 1.0)
-    assert (update.predicted, update.measured, update.error) == (0.2, 0.3, 0.02)
 
 
 def test_outcomes_that_are_no_adoption(tmp_path):
