@@ -152,7 +152,7 @@ def _adoption_text(adoption: Adoption) -> str:
 
 
 # -- maps: columns are layers; rows are kinds of linears × GEMMs --------------------------------------------------
-_COMMON_MODULES = ("mtp_model_layer", "transformer_layer", "self_attention", "mlp", "mixer")
+_COMMON_MODULES = ("mtp_model_layer", "transformer_layer", "self_attention", "self_attn", "mlp", "mixer")
 SCORE_FIELDS = ("delta_loss", "delta_weight", "q")
 
 

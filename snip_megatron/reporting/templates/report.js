@@ -150,7 +150,7 @@
     const table = byId("choices-table");
     table.replaceChildren();
     const head = table.createTHead().insertRow();
-    for (const name of ["linear and GEMM", "format", "before", "harm", "ΔL", "ΔW", "cost"]) {
+    for (const name of ["linear and GEMM", "harm", "format", "before", "ΔL", "ΔW", "cost"]) {
       const cell = document.createElement("th");
       cell.textContent = name;
       head.append(cell);
@@ -161,9 +161,10 @@
     for (const [r, c] of cells) {
       const format = maps.formats[map.codes[r][c]].name;
       const before = isChanged(index, r, c) ? maps.formats[maps.maps[index - 1].codes[r][c]].name : "";
-      const figures = [harmOf(map, r, c), ...((scoresOf(map, r, c) || {})[format] || [null, null, null])];
+      const figures = (scoresOf(map, r, c) || {})[format] || [null, null, null];
       const line = body.insertRow();
-      for (const text of [`${linearName(r, c)}:${maps.rows[r].gemm}`, format, before, ...figures.map(scientific)]) {
+      const texts = [`${linearName(r, c)}:${maps.rows[r].gemm}`, scientific(harmOf(map, r, c)), format, before];
+      for (const text of [...texts, ...figures.map(scientific)]) {
         line.insertCell().textContent = text;
       }
     }
