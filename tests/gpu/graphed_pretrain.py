@@ -88,7 +88,7 @@ class Recorder:
         return sorted(hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in parameters)
 
     def write(self, path: Path) -> None:
-        if not self._leave:
+        if not self._leave and "weights" not in self.body:
             self.body["weights"] = self._digests()
         path.mkdir(exist_ok=True)
         (path / f"rank{os.environ['RANK']}.json").write_text(json.dumps(self.body))
@@ -126,6 +126,7 @@ def main() -> int:
     try:
         run(startup)
     except SnipError as error:
+        recorder.body["weights"] = []
         report(error, "pretrain_gpt")
         return error.exit_code
     finally:
