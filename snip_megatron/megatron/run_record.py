@@ -3,7 +3,7 @@
 import argparse
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from snip_megatron import __version__
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.startup import say
-from snip_megatron.megatron.times import option_times
+from snip_megatron.megatron.times import layout_of, option_times
 from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.precision import LinearRow
 from snip_megatron.precision.errors import SnipError
@@ -80,6 +80,7 @@ def open_run_directory(
         "request": request.as_dict(),  # what `snip solve RUN` starts from
         "predicted_times": _predicted_times(config, args, linears.covered, backend),
         "linear_stages": {row.name: row.stage for row in linears.covered},
+        "linear_shapes": _linear_shapes(config, args, linears.covered),  # from which `snip solve --timings` predicts
         "stays_bf16": list(stays),
         "unquantised_flops": {str(stage): flops for stage, flops in linears.uncovered_flops.items()},
     }
@@ -92,6 +93,17 @@ def _lengthwise_default(args: argparse.Namespace) -> dict[str, Any]:
     if not hasattr(args, "snip_first_update"):  # another host than Megatron's entry, with options of its own
         return {}
     return {} if "first_update" in given_options(args, SnipConfig) else {"first_update": SnipConfig.first_update}
+
+
+def _linear_shapes(
+    config: SnipConfig, args: argparse.Namespace, linears: Sequence[LinearRow]
+) -> dict[str, dict[str, Any]] | None:
+    """Return path in the layer, or name of a linear → its shape on one rank. None if the planner cannot say."""
+    try:
+        layout = layout_of(args, linears, config)
+        return {kind: asdict(layout.shapes[row.name]) for kind, row in layout.kinds.items()}
+    except SnipError:
+        return None
 
 
 def _predicted_times(

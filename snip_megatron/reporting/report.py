@@ -40,7 +40,7 @@ MAX_MAP_ROWS = 200
 """Number of rows in the table of steps by map. Of a longer list, the last rows are shown."""
 SILENT_S, SILENT_STEPS = 120.0, 20
 """A run whose last record is older than so many seconds, and than so many steps take, has stopped or hangs."""
-_HIDDEN_FACTS = ("request", "unquantised_flops", "predicted_times", "linear_stages")
+_HIDDEN_FACTS = ("request", "unquantised_flops", "predicted_times", "linear_stages", "linear_shapes")
 
 
 def write_report(run: Path | str, out: Path | str | None = None) -> Path:

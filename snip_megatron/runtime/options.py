@@ -149,11 +149,11 @@ def _read_options(path: Path, configuration: Any) -> dict[str, Any]:
         body = read_object(content) if path.suffix == ".json" else _yaml_object(content)
         if "schema" in body:
             check_schema(body, RUN_SCHEMA)
-            # A run stores sizes of its model too, and beside its options a first update that follows from its length.
-            stored = {**mapping(body.get("config"), "config")}
-            if "first_update" in mapping(body.get("facts", {}), "facts"):
-                stored["first_update"] = body["facts"]["first_update"]
-            names = [f.name for f in dataclasses.fields(configuration)[1:]]
+            stored = dict(mapping(body.get("config"), "config"))
+            # The length of a run decides its first update, if the user left it open.
+            if mapping(body.get("facts", {}), "facts").get("first_update") != stored.get("first_update"):
+                stored.pop("first_update", None)
+            names = [f.name for f in dataclasses.fields(configuration)[1:]]  # a run also stores sizes of its model
             body = {name: stored[name] for name in names if stored.get(name) is not None}
         return _checked_values(body, configuration, "")
 

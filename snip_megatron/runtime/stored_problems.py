@@ -24,6 +24,7 @@ from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver.problem import Problem
+from snip_megatron.timing.cost_model import LinearShape, load_cost_model
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,14 @@ class StoredUpdate:
                 " speedup= or loss= times its linears"
             )
         return OptionTimes.from_dict(body, f"{self.run / CONFIG}: predicted times")
+
+    def predicted_times(self, timings: str) -> OptionTimes:
+        """Return the times that a table predicts for the run's linears. Raises SnipError if either is not known."""
+        if not (shapes := self._fact("linear_shapes")):
+            raise SnipError(f"{self.run / CONFIG}: facts.linear_shapes: not known, which --timings needs")
+        model = load_cost_model(timings)
+        known = {kind: LinearShape(**shape) for kind, shape in shapes.items()}
+        return OptionTimes.predict(model, known, map(Format, model.formats))
 
     def with_fp4_share(self, precision_map: PrecisionMap) -> PrecisionMap:
         """Return the map with its fp4 share of FLOPs, if that was not the budget and the run stores statistics."""
@@ -103,10 +112,13 @@ def is_statistics(path: Path) -> bool:
     return os.path.isfile(path) and zipfile.is_zipfile(path)
 
 
-def rebuild(stored: StoredUpdate, fields: Mapping[str, Any], budget: Budget | None) -> Problem:
+def rebuild(
+    stored: StoredUpdate, fields: Mapping[str, Any], budget: Budget | None, timings: str | None = None
+) -> Problem:
     """Build a new problem of one map from stored statistics. The run may have had phases.
 
-    ``fields`` replace fields of the run's request. ``budget`` is None for the run's own. Raises SnipError if the
+    ``fields`` replace fields of the run's request. ``budget`` is None for the run's own, and ``timings``, the name of a
+    table of times, for the run's own times. Raises SnipError if the
     statistics or the stored times lack what the new request needs.
     """
     request = stored.request()
@@ -120,13 +132,17 @@ def rebuild(stored: StoredUpdate, fields: Mapping[str, Any], budget: Budget | No
             f"{stored.run}: {','.join(request.formats)}: none has four bits, so --budget {budget} cannot be reached;"
             " a run with --snip-formats fp8,fp4 measures fp4"
         )
+    if timings is not None and not budget.timed:
+        raise SnipError(f"--timings {timings} has no effect with --budget {budget}; use speedup= or loss=")
     if budget.timed and request.unquantised_stage_flops:
         raise SnipError(
             f"{stored.run}: times of its linears that stay bf16 are not predicted; a budget of this run is a share"
             " of FLOPs (fp4=)"
         )
     if budget.timed:
-        request = dataclasses.replace(request, times=stored.times())
+        request = dataclasses.replace(
+            request, times=stored.times() if timings is None else stored.predicted_times(timings)
+        )
     table = stored.table()
     with plain_arguments():
         return build_problem(table, request)[0]

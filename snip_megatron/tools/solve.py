@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", metavar="KIND=X", help="as --snip-budget of a training; default: the budget of the problem")
     stored = parser.add_argument_group("solve a run's statistics with other settings")
     stored.add_argument("--step", type=int, metavar="N", help="step of an earlier update; default: the latest update")
+    text = "times for speedup= and loss=: a file of snip calibrate, h100, h200 or flops; default: those of the run"
+    stored.add_argument("--timings", metavar="NAME|FILE", help=text)
     add_options(stored, SnipConfig, prefix="--", only=_REPLACEABLE, default="the run's")
 
 
@@ -87,19 +89,19 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, StoredUpdate | None]:
     stored = find_stored(args.problem, args.step)
     budget = None if args.budget is None else Budget.parse(args.budget, "--budget")
     if stored is None:
-        if changes or is_statistics(args.problem):
-            subject = "--policy and the like" if changes else "statistics"
+        if changes or args.timings is not None or is_statistics(args.problem):
+            subject = "--policy and the like" if changes else "--timings" if args.timings is not None else "statistics"
             raise SnipError(f"{args.problem}: lies in no run directory, whose config.json {subject} need")
         problem = Problem.from_json(read_file(args.problem), where=str(args.problem))
         if budget is not None and budget.timed != problem.budget.timed:  # both belong to the other kind of budget
             problem = replace(problem, stage_tolerance=None, fixed_cost=())
-    elif changes or not stored.path("problems").exists() or is_statistics(args.problem):
-        return rebuild(stored, changes, budget), stored
+    elif changes or args.timings is not None or not stored.path("problems").exists() or is_statistics(args.problem):
+        return rebuild(stored, changes, budget, args.timings), stored
     else:
         problem = stored.problem()
         # Another budget is met by one map, and costs are FLOPs under fp4= and seconds under the other budgets.
         if budget is not None and (problem.phases or budget.timed != problem.budget.timed):
-            return rebuild(stored, changes, budget), stored
+            return rebuild(stored, changes, budget, args.timings), stored
     return problem if budget is None else replace(problem, budget=budget), stored
 
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,14 @@ def test_a_speedup_from_a_run_that_asked_for_a_share(recorded: Path, tmp_path: P
     assert fast["fp4_share"] == 0.0
     assert fast["budget"] == "speedup"
     assert set(fast["choices"].values()) == {"bf16", "fp8"}
+
+    body["facts"] |= {"predicted_times": None, "linear_shapes": {kind: asdict(s) for kind, s in SHAPES.items()}}
+    (known / "config.json").write_text(json.dumps(body))
+    command = ("solve", known, "--budget", "speedup=1.2", "--formats", "bf16,fp8", "--timings")
+    assert solved(snip(*command, "h200"))["choices"] == fast["choices"]
+    assert solved(snip(*command, "flops"))["choices"] != fast["choices"]
+    assert "has no effect with --budget fp4=0.5" in refused("solve", known, "--timings", "h200")
+    assert "lies in no run directory" in refused("solve", known / "config.json", "--timings", "h200")
 
 
 def test_mistakes_with_a_run(recorded: Path, tmp_path: Path) -> None:
