@@ -37,7 +37,7 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import Failure, Transaction, UpdateBrokenError, UpdateDroppedError
 from snip_megatron.runtime.host import Host, HostStep, LocalSink, ProbeResult, Unmeasured
 from snip_megatron.runtime.residual_stream import ResidualStream
-from snip_megatron.runtime.rise import Rise, measure_rises
+from snip_megatron.runtime.rise import Rise, enough_sequences, measure_rises
 from snip_megatron.sensitivity.recorder import LinearRecorder, Pass, attached
 from snip_megatron.sensitivity.reduction import (
     PartialTable,
@@ -138,6 +138,7 @@ class ProbeRunner:
         in :meth:`measure`.
         """
         sequences = step.sequences if most is None else min(most, step.sequences)
+        sequences = enough_sequences(sequences, (self._host.tokens or 0) // step.sequences)
 
         def work(update: Transaction) -> list[Rise] | Unmeasured:
             return measure_rises(maps, self._host, self._registry, step, self._microbatches(step), sequences, update)

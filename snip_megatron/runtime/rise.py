@@ -27,6 +27,9 @@ from snip_megatron.sensitivity.policies import in_nats
 ERRORS = 2
 """Number of standard errors by which a measured rise must exceed the bound before a map is rejected."""
 
+ENOUGH_TOKENS = 8192
+"""Number of tokens of a microbatch that a rank measures on, at most."""
+
 
 @dataclass(frozen=True)
 class Rise:
@@ -112,6 +115,17 @@ def bound_of(config: SnipConfig) -> float | None:
     """Return the largest loss in nats that a run's budget allows. None if it bounds none."""
     bounded = config.budget.kind == "loss" and in_nats(config.policy, config.q)
     return config.budget.value if bounded else None
+
+
+def enough_sequences(sequences: int, tokens: int) -> int:
+    """Return how many of ``sequences``, with so many ``tokens`` each, a rank measures on: half, until they are few.
+
+    More tokens make the standard error smaller, and not what all tokens share: one rounding of the weights, whose
+    effect of first order has either sign (``rises_1b_h200_2026-11-29.json``).
+    """
+    while sequences % 2 == 0 and sequences * tokens > ENOUGH_TOKENS:
+        sequences //= 2
+    return sequences
 
 
 def measure_rises(

@@ -12,7 +12,7 @@ from sidecar_jobs import make_job
 from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
 from snip_megatron.runtime.exchange import Decision
 from snip_megatron.runtime.host import Unmeasured
-from snip_megatron.runtime.rise import Comparison, Rise
+from snip_megatron.runtime.rise import Comparison, Rise, enough_sequences
 from snip_megatron.runtime.solving import Candidate, solve_job
 from snip_megatron.runtime.state import ControllerState
 
@@ -160,3 +160,10 @@ def test_a_corrected_table_predicts_more() -> None:
     corrected = replace(job, table=replace(job.table, meta={"correction": 3.0}))
     (plain,), (scaled,) = solve_job(job).candidates, solve_job(corrected).candidates
     assert scaled.predicted == pytest.approx(3.0 * plain.predicted)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "enough"), [(8, 2048, 4), (8, 1024, 8), (16, 8192, 1), (6, 4096, 3), (1, 32768, 1)]
+)
+def test_a_rank_measures_on_few_tokens(sequences: int, tokens: int, enough: int) -> None:
+    assert enough_sequences(sequences, tokens) == enough
