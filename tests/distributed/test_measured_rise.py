@@ -71,8 +71,9 @@ def test_a_map_whose_rise_was_predicted_too_low_is_solved_again(warm: WarmRanks,
     # So many tokens, and so far from a minimum, that the rise is many times its error.
     tokens = ("--lr", "1e-2", "--micro-batch-size", "16", "--global-batch-size", "64", "--snip-probe-microbatches", "4")
     ranks, layout = LAYOUTS["TP2 PP2"]
-    more = ("--snip-dir", str(run), *tokens, "--snip-update-interval", "6")
-    args = tiny_llama_args(*SNIP, *wanted, *timings, *layout.split(), *more, iters=ADOPTED + 5)
+    # Training ends while the next update is undecided.
+    more = ("--snip-dir", str(run), *tokens, "--snip-update-interval", "6", "--exit-interval", str(ADOPTED + 5))
+    args = tiny_llama_args(*SNIP, *wanted, *timings, *layout.split(), *more, iters=ADOPTED + 7)
     done = warm.succeed(ranks, args, module="altered_pretrain", env={"LOW": "1e-3"}, tmp=tmp_path)
     first, second = events_of(run, "rise")
     assert first["measured_rise"] - 2 * first["measured_error"] > first["bound"] > first["predicted_rise"]

@@ -64,7 +64,7 @@ def test_an_update_that_fails_anywhere_on_one_rank_is_dropped_and_tried_again(
     # Maps are measured: a forward fails, or what precedes it where ranks wait for each other inside one.
     forward = FORWARD[1] if place == "distributed-optimizer" else "snip_megatron.megatron.host:MegatronStep.prepare"
     failures.append((end + LAG, 1, forward, "RuntimeError"))
-    steps = end + INTERVAL
+    steps = end + INTERVAL + 1
     saving = ["--save-interval", str(steps), "--num-layers", "2" if "--num-experts" not in layout else "4"]
     if place == "distributed-optimizer":
         saving.append("--dist-ckpt-optim-fully-reshardable")
