@@ -21,7 +21,8 @@ esac
 export SNIP_VENV="${SNIP_VENV:-$PWD/.venv-$stack}"
 source scripts/bootstrap.sh
 
-if [[ ! -e "$SNIP_VENV/snip-stack" ]]; then
+# An environment that is made or brought up to date has the pinned versions again, and another stamp.
+if ! cmp -s "$SNIP_VENV/snip-stamp.json" "$SNIP_VENV/snip-stack"; then
     pip=(python -m pip install --quiet --no-input --disable-pip-version-check --no-compile)
     if [[ "$stack" == next ]]; then
         wheel="$(SNIP_PYTHON=python bash tests/compatibility/megatron_wheel.sh "$SNIP_VENV/wheel" \
@@ -32,7 +33,7 @@ if [[ ! -e "$SNIP_VENV/snip-stack" ]]; then
         PIP_CONSTRAINT=/dev/null "${pip[@]}" --upgrade torch
     fi
     "${pip[@]}" einops # Megatron-FSDP needs it
-    touch "$SNIP_VENV/snip-stack"
+    cp -- "$SNIP_VENV/snip-stamp.json" "$SNIP_VENV/snip-stack"
 fi
 
 report="$(mktemp)"

@@ -38,7 +38,10 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
         "dataset-helpers": (dataset_helpers_are_prebuilt(), _skip_dataset_build),
         "step-hook": (args.snip, _step_hook),
         "torch-norm-sequence-parallel": (torch_norms, _allow_torch_norms),
-        "missing-extensions": (bool(args.mtp_num_layers) and token_prediction.is_broken(), token_prediction.repair),
+        "missing-extensions": (
+            bool(getattr(args, "mtp_num_layers", None)) and token_prediction.is_broken(),
+            token_prediction.repair,
+        ),
         "distributed-optimizer-resume": (torch_adamw or torch_fsdp, resume),
     }
     if args.snip and not startup.allows("step-hook") and not hooks_in_source():
