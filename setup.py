@@ -43,6 +43,7 @@ DEVELOPMENT = [
     *ALL,
     *OPTIMIZERS,
     *DOCS,
+    "accelerate>=1.10",  # of the Trainer of transformers
     "hypothesis>=6.100",
     "import-linter>=2.6",
     "ml_dtypes>=0.5",
