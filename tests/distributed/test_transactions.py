@@ -14,7 +14,7 @@ from warm_ranks import WarmRanks
 from snip_megatron.runtime.exchange import EXIT_UPDATE_BROKEN
 from snip_megatron.runtime.run_data import read_events
 
-FIRST, INTERVAL, LAG = 2, 3, 1
+FIRST, INTERVAL, LAG = 2, 4, 1
 SNIP = shlex.split(
     "--snip --snip-estimator noise --snip-budget fp4=0 --snip-pin *=bf16 --snip-wait 120"
     f" --snip-settings probe_tokens=48 --snip-first-update {FIRST} --snip-update-interval {INTERVAL} --snip-lag {LAG}"
@@ -88,7 +88,7 @@ def test_an_update_that_fails_anywhere_on_one_rank_is_dropped_and_tried_again(
 
 def test_a_probe_without_memory_takes_half_of_its_sequences_next_time(warm: WarmRanks, tmp_path: Path) -> None:
     sizes = ["--micro-batch-size", "4", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2"]
-    args = tiny_llama_args(*sizes, *SNIP, "--snip-dir", str(tmp_path / "run"), iters=7)
+    args = tiny_llama_args(*sizes, *SNIP, "--snip-dir", str(tmp_path / "run"), iters=8)
     record = f"{RECORDER}:LinearRecorder._record"
     failing(warm, tmp_path, [(FIRST, 1, record, "OutOfMemoryError")], 2, args)
     events = list(read_events(tmp_path / "run"))
