@@ -106,9 +106,9 @@ class Comparison:
     def line(self, index: int) -> str:
         """Return what the log says about a candidate."""
         candidate, rise = self.candidates[index], self.rises[index]
-        error = "" if rise.error is None else f" ± {rise.error:.1g}"
+        error = " nats" if rise.error is None else f" ± {rise.error:.1g} nats on {rise.tokens} tokens"
         predicted = "" if candidate.predicted is None else f", predicted {candidate.predicted:.3g}"
-        return f"raises the loss by {rise.mean:.3g}{error} nats on {rise.tokens} tokens{predicted}"
+        return f"raises the loss by {rise.mean:.3g}{error}{predicted}"
 
 
 def bound_of(config: SnipConfig) -> float | None:

@@ -167,3 +167,8 @@ def test_a_corrected_table_predicts_more() -> None:
 )
 def test_a_rank_measures_on_few_tokens(sequences: int, tokens: int, enough: int) -> None:
     assert enough_sequences(sequences, tokens) == enough
+
+
+def test_the_line_of_a_loop_that_gives_one_loss_names_no_tokens() -> None:
+    comparison = Comparison((Candidate(a_map(Format.FP8), "snip", 0.25),), (Rise.of(1, 0.5, 0.25),), None)
+    assert comparison.line(0) == "raises the loss by 0.5 nats, predicted 0.25"
