@@ -20,10 +20,11 @@ def test_a_working_machine_is_ready(tmp_path):
 
 
 def test_json_and_exit_code_when_megatron_is_not_one_we_know(tmp_path):
-    # A vendored Megatron in front of the installed one, of a version nobody tested.
+    # A vendored Megatron in front of the installed one, of an untested version and without the names that SNIP uses.
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
-    (core / "__init__.py").write_text("__version__ = '0.31.0'\n", encoding="utf-8")
+    for name in ("__init__.py", "package_info.py"):
+        (core / name).write_text("__version__ = '0.31.0'\n", encoding="utf-8")
     done = doctor("--json", path=tmp_path)
     assert done.returncode == 1
     report = json.loads(done.stdout)
