@@ -170,9 +170,9 @@ class StepCall:
 
 
 def _note_losses(
-    found: list[tuple[torch.Tensor, torch.Tensor]], loss_function: Callable[..., Any], output: torch.Tensor
+    token_losses: list[tuple[torch.Tensor, torch.Tensor]], loss_function: Callable[..., Any], output: torch.Tensor
 ) -> Any:
-    """Call a loss function, and note the loss of each token in ``output`` and whether it counts.
+    """Call a loss function, and append the loss of each token in ``output`` and whether it counts.
 
     A loss function that sums the losses of the tokens that count has the derivative 0 at those that do not. If it does
     something else with the output, such as logits, the loss of the microbatch is noted as that of one token.
@@ -185,7 +185,7 @@ def _note_losses(
     if not torch.isclose((weight.double() * losses).sum(), loss.double(), rtol=1e-3, equal_nan=True):
         losses = (loss / others[0] if len(others) > 1 else loss).reshape(1)  # the second of three is a number of tokens
         weight = torch.ones_like(losses)
-    found.append((losses, weight != 0))
+    token_losses.append((losses, weight != 0))
     return (loss, *others)
 
 
@@ -258,18 +258,18 @@ class MegatronStep:
 
     def losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Run forwards of the prepared pass. See :class:`HostStep`. The losses are those of the last pipeline stage."""
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        token_losses: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def forward_step(*arguments: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             output, loss_function = self.call.forward_step_func(*arguments)
-            return output, functools.partial(_note_losses, found, loss_function)
+            return output, functools.partial(_note_losses, token_losses, loss_function)
 
         if self._routing is not None:
             self._routing.start(first=True)
         compat.gather_parameters(self.call.model)
         with torch.no_grad():
             self.schedule(self._pass, forward_step, forward_only=True)
-        return found
+        return token_losses
 
     def rewind(self) -> None:
         """Make the next pass draw the random numbers and choose the experts of the first pass."""

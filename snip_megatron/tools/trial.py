@@ -157,19 +157,19 @@ def split_arguments(words: Sequence[str]) -> tuple[list[str], list[str], list[st
             "give the Megatron arguments of the job after --, without torchrun and the script"
             + (f", not {cut(words[0])}" if words else "")
         )
-    kept, precision, snip = list[str](), list[str](), list[str]()
-    target = kept
+    job, precision, snip = list[str](), list[str](), list[str]()
+    target = job
     for word in words:
         if word.startswith("--"):
             name = word.partition("=")[0]
             dropped = _WITHOUT.match(name) or _OF_THE_RUN.match(name)
-            target = [] if dropped else snip if name.startswith("--snip") else kept
+            target = [] if dropped else snip if name.startswith("--snip") else job
             target = precision if _PRECISION.match(name) else target
         target.append(word)
-    return kept, precision, snip
+    return job, precision, snip
 
 
-def own_fp8(kept: Sequence[str], precision: Sequence[str], machine: Machine) -> tuple[str, list[str], str]:
+def own_fp8(job: Sequence[str], precision: Sequence[str], machine: Machine) -> tuple[str, list[str], str]:
     """Return Megatron's own FP8 on this machine: its name, its arguments, and why it cannot run (empty if it can).
 
     It is the job's, or the fastest that Transformer Engine has for the card.
@@ -188,7 +188,7 @@ def own_fp8(kept: Sequence[str], precision: Sequence[str], machine: Machine) -> 
         return name, arguments, "this card multiplies no FP8"
     if importlib.util.find_spec("transformer_engine") is None:
         return name, arguments, "Transformer Engine is not installed"
-    local = last_value(kept, "--transformer-impl") == "local"
+    local = last_value(job, "--transformer-impl") == "local"
     return name, arguments, "it needs --transformer-impl transformer_engine" if local else ""
 
 
@@ -197,15 +197,15 @@ def make_trial(words: Sequence[str], steps: int, machine: Machine, ranks: int, f
 
     Megatron and SNIP check the job's arguments first. Raises SnipError if they refuse them.
     """
-    kept, precision, snip = split_arguments(words)
+    job, precision, snip = split_arguments(words)
     job_steps = last_value(words, "--train-iters")
     schedule = _schedule(words)
-    under_snip = [*kept, *precision, "--snip", *snip]
+    under_snip = [*job, *precision, "--snip", *snip]
     variables = torchrun.environment(ranks, cpu=not machine.gpus)
     steps_of_job = int(job_steps) if job_steps is not None else None
     training = check_arguments([*under_snip, *schedule, "--train-iters", job_steps or str(steps)], ranks, variables)
     notes = list[str]()
-    shared, tokens = [*kept, *schedule], None
+    shared, tokens = [*job, *schedule], None
     if not isinstance(training.layout, str):
         layout = training.layout
         batch = min(layout.global_batch_size, MICROBATCHES * layout.pp * layout.dp * layout.micro_batch_size)
@@ -225,7 +225,7 @@ def make_trial(words: Sequence[str], steps: int, machine: Machine, ranks: int, f
         snip = [*snip, "--snip-budget", str(FASTEST)]
         notes.append("--snip takes the fastest map: the loss of the first steps says nothing of that of the job")
     lag = min(10, steps // 6)
-    name, arguments, skipped = own_fp8(kept, precision, machine)
+    name, arguments, skipped = own_fp8(job, precision, machine)
     run = [*("--snip-dir", str(folder / "snip"), "--snip-overwrite"), *("--snip-lag", str(lag), "--snip-wait", "240")]
     runs = (
         Run("bf16", shared),
