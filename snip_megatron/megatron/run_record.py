@@ -1,4 +1,4 @@
-"""Opens the run directory of a Megatron run, and draws the report at its end."""
+"""Opens the run directory of a Megatron run."""
 
 import argparse
 import socket
@@ -21,7 +21,6 @@ from snip_megatron.precision import LinearRow
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.options import given_options
-from snip_megatron.runtime.run_data import load_run
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.timing.table import NoTableError, load_table, packaged_table
@@ -125,24 +124,3 @@ def _predicted_times(
     except SnipError as error:
         say(f"the report will have no predicted times: {error}")
         return None
-
-
-def finish(run: Path) -> None:
-    """Print whether the run was worth it, and write ``report.html`` into its directory and print its path.
-
-    Failures are printed only.
-    """
-    # The record is already on disk. A missing package or a full disk must not change the exit code of the job.
-    try:
-        from snip_megatron.reporting.summary import lines, summarise
-
-        for line in lines(summarise(load_run(run))):
-            say(line)
-    except Exception as error:
-        say(f"no summary: {error}")
-    try:
-        from snip_megatron.reporting.report import write_report
-
-        say(f"report: {write_report(run)}")
-    except Exception as error:
-        say(f"no report: {error}; later: snip report {run}")

@@ -22,7 +22,7 @@ from snip_megatron.megatron.evaluation import Evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host
 from snip_megatron.megatron.model_linears import ModelLinears
-from snip_megatron.megatron.run_record import finish, open_run_directory
+from snip_megatron.megatron.run_record import open_run_directory
 from snip_megatron.megatron.startup import say
 from snip_megatron.megatron.timeline import timeline_of
 from snip_megatron.megatron.times import MeasuredTimes, check_measurable
@@ -34,6 +34,7 @@ from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.kernels.launch import share_cache
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
+from snip_megatron.reporting.end_of_run import finish
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.agreement import on_rank_zero
 from snip_megatron.runtime.config import SnipConfig

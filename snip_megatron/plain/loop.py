@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +21,9 @@ from snip_megatron.plain.host import Loss, PlainStep, check_optimizer, check_tra
 from snip_megatron.plain.model import Structure, convert_linears, find_structure
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError, python_arguments
-from snip_megatron.reporting.report import write_report
-from snip_megatron.reporting.sensitivity import lines as sensitivity_lines
-from snip_megatron.reporting.sensitivity import rank, unit_of
+from snip_megatron.reporting.end_of_run import finish
+from snip_megatron.reporting.sensitivity import lines, rank, unit_of
 from snip_megatron.reporting.sinks import Sinks
-from snip_megatron.reporting.summary import lines, summarise
 from snip_megatron.runtime.agreement import Terms, configuration_table, of_group, on_rank_zero, together
 from snip_megatron.runtime.config import SnipConfig, resolve
 from snip_megatron.runtime.controller import Controller, OnAdopt
@@ -36,7 +33,6 @@ from snip_megatron.runtime.exchange import MapChannel, StepReport
 from snip_megatron.runtime.host import ProbeResult, Unmeasured
 from snip_megatron.runtime.probe import ProbeRunner
 from snip_megatron.runtime.rise import Rise
-from snip_megatron.runtime.run_data import load_run
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.runtime.solving import SolverInProcess
 from snip_megatron.runtime.state import ControllerState
@@ -233,7 +229,7 @@ class PlainSnip:
         if self.table is None:
             raise SnipError("no update has measured anything yet: summary() is for after the first one")
         harms = rank(build_problem(self.table, self._request)[1], self.map)
-        print("\n".join(sensitivity_lines(harms, unit_of(self._config.policy, self._config.q))), flush=True)
+        print("\n".join(lines(harms, unit_of(self._config.policy, self._config.q))), flush=True)
 
     def _step(self, step: int, loss: Loss) -> PlainStep:
         return PlainStep(step, self._microbatches, self._structure.model, self._optimizer, loss)
@@ -273,7 +269,7 @@ class PlainSnip:
             self._fixed,
             run,
             tokens_per_step=1,
-            finished=_finish,
+            finished=finish,
             solver=SolverInProcess(),
         )
 
@@ -319,16 +315,6 @@ class PlainSnip:
                 self.registry.adopt(saved)
         self._steps, self._restored, self._controller = steps, restored, None
         self._open, self._began = False, None
-
-
-def _finish(run: Path) -> None:
-    """Print the summary of a run, and write its report."""
-    try:
-        for line in lines(summarise(load_run(run))):
-            print(f"snip: {line}", flush=True)
-        print(f"snip: report: {write_report(run)}", flush=True)
-    except Exception as error:  # the record is on disk already
-        print(f"snip: no report: {error}; later: snip report {run}", flush=True)
 
 
 # -- configuration -------------------------------------------------------------------------------------------------

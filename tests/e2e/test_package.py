@@ -116,6 +116,7 @@ def test_the_wheel_trains_and_names_what_is_missing_without_its_extras(wheel: Pa
     assert "snip: no report: a report needs plotly, which is not installed: pip install 'snip_megatron[report]'" in (
         trained.stdout
     )
+    assert python("-c", "import snip_megatron.plain").returncode == 0
     commands = python("-c", COMMANDS, "report run", "prepare-data --output data")
     assert commands.returncode == 2
     assert [line for line in commands.stderr.splitlines() if line.startswith("snip ")] == [
