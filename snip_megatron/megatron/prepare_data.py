@@ -1,7 +1,6 @@
 """``snip prepare-data``: converts local text to Megatron's ``.bin/.idx``, with a tokenizer and a hold-out by file."""
 
 import argparse
-import fcntl
 import fnmatch
 import hashlib
 import itertools
@@ -10,14 +9,11 @@ import logging
 import os
 import shlex
 import shutil
-import signal
 import sys
 import sysconfig
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +30,6 @@ END_OF_DOCUMENT = "<|endoftext|>"
 VOCABULARY = 4096
 SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 2**24  # 256 bytes and the end of document
 _BATCH = 256  # files that the tokenizer processes in parallel
-_NEW = "new"  # the result, in the temporary folder
 _SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages")
 
 
@@ -79,70 +74,20 @@ def run(args: argparse.Namespace) -> int:
     if existing is not None and not args.overwrite:
         raise SnipError(f"--output {output}: made from other text or arguments; add --overwrite to replace it")
     sources = {"names": [_name(source) for source in inputs], "files": len(files), "skipped": skipped}
+    new = output.with_name(f".{output.name}.new")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with exit_on_signals(), _temporary_folder(output) as folder:
-            manifest = _write_all(split(files, args.holdout), request, sources, folder)
-            if output.exists():
-                shutil.rmtree(output)  # with the sample indices that Megatron caches beside the data
-            folder.rename(output)
+        shutil.rmtree(new, ignore_errors=True)  # which a stopped command has left
+        new.mkdir(parents=True)
+        manifest = _write_all(split(files, args.holdout), request, sources, new)
+        if output.exists():
+            shutil.rmtree(output)  # with the sample indices that Megatron caches beside the data
+        new.rename(output)
     except OSError as error:
         raise SnipError(f"--output {output}: cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
     _report(manifest, output)
     return 0
-
-
-@contextmanager
-def _temporary_folder(output: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``output``, and remove those that killed processes have left there.
-
-    A process holds a lock on its folder, which ends with the process. On a file system without such locks nothing is
-    removed.
-    """
-    prefix = f".{output.name}."
-    for old in output.parent.iterdir():
-        if old.name.startswith(prefix) and (old / _NEW).is_dir() and (lock := _lock(old)) is not None:
-            shutil.rmtree(old, ignore_errors=True)
-            os.close(lock)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=prefix) as place:
-        lock = _lock(Path(place))
-        try:
-            folder = Path(place, _NEW)
-            folder.mkdir()  # now that the lock is held
-            yield folder
-        finally:
-            if lock is not None:
-                os.close(lock)
-
-
-def _lock(folder: Path) -> int | None:
-    """Return a descriptor that holds the lock of a folder. None if another process has it, or there are no locks."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-@contextmanager
-def exit_on_signals() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM and SIGHUP in this context, so that temporary folders are removed.
-
-    A signal that is ignored stays ignored, as SIGHUP is under nohup.
-    """
-    deadly = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
-    for each in deadly:
-        signal.signal(each, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        for each in deadly:
-            signal.signal(each, signal.SIG_DFL)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -286,13 +231,10 @@ def split(files: Sequence[TextFile], share: float) -> tuple[list[TextFile], list
 
 # -- tokenizers ------------------------------------------------------------------------------------------------
 def _byte_symbols() -> list[str]:
-    """Return the printable character for each byte value in byte-level vocabularies, as defined by GPT-2.
-
-    Printable Latin-1 characters represent themselves. The other byte values map to U+0100 and following, in order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = itertools.count(256)
-    return [chr(value if value in printable else next(others)) for value in range(256)]
+    """Return the character for each byte value in byte-level vocabularies: itself, or in order one beyond Latin-1."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    others = iter(symbol for symbol in alphabet if ord(symbol) > 255)
+    return [chr(value) if chr(value) in alphabet else next(others) for value in range(256)]
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:

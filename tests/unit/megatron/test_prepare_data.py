@@ -209,6 +209,7 @@ def test_existing_output_needs_a_word(texts: Path, tmp_path: Path, capsys: pytes
     (texts / "new.txt").write_text("something new\n")
     with pytest.raises(SnipError, match="made from other text or arguments"):
         prepare(*same, "--reuse")
+    (tmp_path / ".out.new").mkdir()  # of a command that was killed
     (output / "cache").mkdir()  # where Megatron keeps sample indices of the old data
     assert prepare(*same, "--reuse", "--overwrite") == 0
     assert manifest(output)["inputs"]["files"] == 41
