@@ -25,8 +25,7 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
     adoption. ``longer_s`` is the time by which they took longer than the median of the settled steps before the update,
     or from the adoption on than the median of the settled steps after it. ``events_s`` is the sum of the seconds for
     which its events blocked the training thread. ``at_update_s`` and ``from_adoption_s`` are the parts of ``longer_s``.
-    ``probe_s`` has the seconds of each kind of pass, ``recapture_s`` those of the parts of a new capture, and
-    ``recaptured_layers`` the number of layers in it, where the implementation tells it.
+    ``probe_s`` has the seconds of each kind of pass.
     """
     submits = [int(event["step"]) for event in events if event["event"] == "submit"]
     adopts = [int(event["step"]) for event in events if event["event"] == "adopt"]
@@ -46,17 +45,12 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
         window = range(update, settled)
         waits: dict[str, float] = {}
         passes: dict[str, float] = {}
-        parts: dict[str, float] = {}
-        layers: int | None = None
         for event in events:
             if event.get("of_step", event["step"]) in window and event.get("wait_s"):
                 kind = str(event["event"])
                 waits[kind] = waits.get(kind, 0.0) + float(event["wait_s"])
                 if kind == "probe":
                     passes[str(event["kind"])] = float(event["wait_s"])
-                if kind == "recapture":
-                    parts.update(event.get("parts", {}))
-                    layers = event.get("layers")
         longer = {step: (ms[step] - usual[step >= adopted]) / 1e3 for step in window}
         found.append(
             {
@@ -66,8 +60,6 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
                 "events_s": sum(waits.values()),
                 "events": waits,
                 "probe_s": passes,
-                "recapture_s": parts,
-                "recaptured_layers": layers,
                 "at_update_s": longer[update],
                 "from_adoption_s": sum(s for step, s in longer.items() if step >= adopted),
                 "steps_ms": list(ms[update:settled]),

@@ -9,7 +9,7 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -142,10 +142,9 @@ class GraphedRun:
                 linear.weight.grad_added_to_main_grad = False
         captured = [each for each in changed if each.state.graphed is not None and self._graphs.contain(each.module)]
         if captured and self._graphs.captured:
-            layers = self._graphs.layers_to_recapture([linear.module for linear in captured])
             assert registry.device is not None
-            registry.device.forget_weights(self._graphed if layers is None else captured)  # other graphs stay
-            self._graphs.recapture(self._model, self._args, layers)
+            registry.device.forget_weights(self._graphed)
+            self._graphs.recapture(self._model, self._args)
             registry.start_step(step)  # resets the counters, which the passes of a capture have increased
 
     def training(
@@ -180,14 +179,14 @@ class GraphedRun:
 
         return counted
 
-    def take_captures(self) -> tuple[str, float, Mapping[str, Any]] | None:
-        """Return ("capture" or "recapture", seconds, further fields) if graphs were captured since the last call."""
-        seconds, fields = (0.0, {}) if self._graphs is None else self._graphs.take_seconds()
+    def take_captures(self) -> tuple[str, float] | None:
+        """Return ("capture" or "recapture", seconds) if graphs were captured since the last call."""
+        seconds = 0.0 if self._graphs is None else self._graphs.take_seconds()
         if not seconds:
             return None
         kind = "recapture" if self._captured_before else "capture"
         self._captured_before = True
-        return kind, seconds, fields
+        return kind, seconds
 
     # -- without graphs --------------------------------------------------------------------------------------------
     @contextmanager

@@ -168,12 +168,12 @@ class Controller:
         for formats, loss in losses.items():
             self._event(self._next_step, kind, formats=formats, loss=loss, **which)
 
-    def record_capture(self, step: int, kind: str, seconds: float, fields: Mapping[str, Any]) -> None:
+    def record_capture(self, step: int, kind: str, seconds: float) -> None:
         """Record that CUDA graphs were made in this step.
 
         ``kind`` is ``capture`` for the first time and ``recapture`` after a change of the map.
         """
-        self._event(step, kind, seconds=round(seconds, 6), **fields, wait_s=round(seconds, 6))
+        self._event(step, kind, seconds=round(seconds, 6), wait_s=round(seconds, 6))
 
     def close(self, *, together: bool) -> None:
         """End the run: record the last step's figures, and close rank 0's process and files.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,7 +25,6 @@ from megatron.core.utils import get_model_config
 
 from snip_megatron.megatron.compat.loop import random_states
 from snip_megatron.megatron.compat.versions import changed, check_names
-from snip_megatron.runtime.exchange import MapChannel
 
 check_names(
     core,
@@ -134,17 +133,8 @@ class Graphs:
         """Return whether a captured graph may contain ``module``. None contains the experts of dropless routing."""
         return True
 
-    def layers_to_recapture(self, changed: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
-        """Return the layers to capture anew after the formats of the linears ``changed`` have changed. Collective.
-
-        None if all layers must be captured anew.
-        """
-        return None
-
-    def recapture(
-        self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
-    ) -> None:
-        """Delete the graphs of ``layers``, or all graphs. They are captured again, at once or in the next steps."""
+    def recapture(self, model: Sequence[torch.nn.Module], args: Any) -> None:
+        """Delete all graphs. They are captured again, at once or in the next steps."""
         raise NotImplementedError
 
     def set_accumulating(self, weights: Callable[[], list[torch.nn.Parameter]]) -> None:
@@ -158,10 +148,10 @@ class Graphs:
         """Return ``forward_backward_func``, wrapped to time the captures that it makes."""
         return forward_backward_func
 
-    def take_seconds(self) -> tuple[float, Mapping[str, Any]]:
-        """Return the duration of the captures since the last call, and further fields of the event. Resets both."""
+    def take_seconds(self) -> float:
+        """Return the duration of the captures since the last call."""
         seconds, self.seconds = self.seconds, 0.0
-        return seconds, {}
+        return seconds
 
     def close(self) -> None:
         """Undo all changes of Megatron's classes."""
@@ -211,9 +201,7 @@ class LocalGraphs(Graphs):
     def captured(self) -> bool:
         return bool(_RECORD.cudagraph_created)
 
-    def recapture(
-        self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
-    ) -> None:
+    def recapture(self, model: Sequence[torch.nn.Module], args: Any) -> None:
         # The next step is recorded.
         self._again = True
         torch.cuda.synchronize()
@@ -256,9 +244,7 @@ class FullIterationGraphs(Graphs):
     def captured(self) -> bool:
         return FullCudaGraphWrapper.cuda_graph["training"] is not None
 
-    def recapture(
-        self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
-    ) -> None:
+    def recapture(self, model: Sequence[torch.nn.Module], args: Any) -> None:
         # The next step runs without a graph and compiles kernels. The one after it captures.
         self._again, self._warmup = True, args.cuda_graph_warmup_steps
         torch.cuda.synchronize()
@@ -294,9 +280,6 @@ def _gather_in_the_step(model: Sequence[Any]) -> None:
 
 
 _WARM = 1 << 10  # warm-up steps that leave Transformer Engine one iteration of its own: kernels are compiled by then
-_ROOM = 2.5
-"""Free memory that a capture needs without releasing any, in sizes of its graphs: the graphs, a pass without graphs
-before, and half as a reserve, because memory cannot be released during a capture."""
 
 
 class TransformerEngineGraphs(Graphs):
@@ -307,9 +290,6 @@ class TransformerEngineGraphs(Graphs):
         self._helper: Any = None
         self._contained: set[int] = set()  # modules in graphs
         self._accumulating: Callable[[], list[torch.nn.Parameter]] = list
-        self._layers = 0  # captured since the last take_seconds()
-        self._replaced = 0  # layers whose graphs were replaced since all were captured
-        self._layer_bytes = 0.0  # reserved for a layer's graphs
         start, create = core.TECudaGraphHelper.__init__, core.TECudaGraphHelper.create_cudagraphs
 
         def remembered(helper: Any, *arguments: Any, **named: Any) -> None:
@@ -327,64 +307,29 @@ class TransformerEngineGraphs(Graphs):
     def set_accumulating(self, weights: Callable[[], list[torch.nn.Parameter]]) -> None:
         self._accumulating = weights
 
-    def take_seconds(self) -> tuple[float, Mapping[str, Any]]:
-        seconds, layers, self.seconds, self._layers = self.seconds, self._layers, 0.0, 0
-        return seconds, {"layers": layers}
-
     def contain(self, module: torch.nn.Module) -> bool:
         return id(module) in self._contained
 
-    # -- a capture ---------------------------------------------------------------------------------------------
     def _create(self, helper: Any, create: Callable[[Any], None]) -> None:
-        """Run Megatron's capture of the helper's layers, and measure the memory of a layer's graphs."""
-        started, layers = time.perf_counter(), len(helper.flattened_callables)
+        """Run Megatron's capture of the helper's layers."""
+        started = time.perf_counter()
         chunks = {name: getattr(helper, name) for name in ("num_model_chunks", "num_layers_per_chunk")}
-        torch.cuda.empty_cache()  # the capture begins and ends with it, so that what is reserved is the graphs'
-        reserved = torch.cuda.memory_reserved()
         with _dummy_gradients_uncopied(self._accumulating()), _samples_on_the_device():
             create(helper)
         vars(helper).update(chunks)  # a capture for overlapped exchanges of experts counts every layer as a chunk
-        if layers:
-            self._layer_bytes = (torch.cuda.memory_reserved() - reserved) / layers
         self.seconds += time.perf_counter() - started
-        self._layers += layers
 
-    # -- another map -------------------------------------------------------------------------------------------
-    def layers_to_recapture(self, changed: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
-        """Return the layers to capture anew.
-
-        These are all layers in three cases: microbatches share buffers, as with pipeline parallelism and with
-        overlapped exchanges of experts; a rank has too little memory for a second pool; the memory of replaced graphs
-        would exceed that of all layers.
-        """
-        helper = self._helper
-        layers = helper.flattened_callables
-        chosen = layers_of(layers, changed)
-        shared = helper.pp_group.size() > 1 or helper.config.overlap_moe_expert_parallel_comm
-        if shared or chosen is None or len(chosen) == len(layers):
-            return None
-        free, _ = torch.cuda.mem_get_info()  # without what is cached
-        fits = 0 < _ROOM * len(chosen) * self._layer_bytes <= free
-        if self._replaced + len(chosen) > len(layers):
-            return None
-        # All ranks must capture the same layers: these have collectives.
-        return chosen if MapChannel((), torch.device("cuda")).true_on_all_ranks(fits) else None
-
-    def recapture(
-        self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
-    ) -> None:
+    def recapture(self, model: Sequence[torch.nn.Module], args: Any) -> None:
         # The capture runs at once, as it does in the training loop before the first such step.
         helper, started, before = self._helper, time.perf_counter(), self.seconds
         gathering: list[Any] = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
         restore = random_states()
-        self._replaced = 0 if layers is None else self._replaced + len(layers)
-        with contextlib.nullcontext() if layers is None else _restricted(helper, layers):
-            for chunk in gathering:  # when their layers run
-                chunk.disable_forward_pre_hook(param_sync=False)
-            helper.delete_cuda_graphs()
-            helper._capture_finished = False
-            with changed(helper.config, cuda_graph_warmup_steps=_WARM):
-                helper.create_cudagraphs()
+        for chunk in gathering:  # when their layers run
+            chunk.disable_forward_pre_hook(param_sync=False)
+        helper.delete_cuda_graphs()
+        helper._capture_finished = False
+        with changed(helper.config, cuda_graph_warmup_steps=_WARM):
+            helper.create_cudagraphs()
         restore()
         for chunk in gathering:
             chunk.enable_forward_pre_hook()
@@ -399,27 +344,6 @@ def _captured_parts(layer: Any) -> Iterator[torch.nn.Module]:
         parts = [*parts, *filter(None, [getattr(getattr(layer, "mlp", None), "fc1_latent_proj", None)])]
     for part in parts:
         yield from part.modules()
-
-
-def layers_of(layers: Iterable[torch.nn.Module], modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
-    """Return the layers that contain ``modules``, in their order.
-
-    None if there are no modules, or if one is in no layer.
-    """
-    wanted = {id(module) for module in modules}
-    insides = [(layer, wanted & {id(module) for module in layer.modules()}) for layer in layers]
-    seen = {module for _, inside in insides for module in inside}
-    return [layer for layer, inside in insides if inside] if wanted and seen == wanted else None
-
-
-def _restricted(helper: Any, layers: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
-    """Make Megatron's helper delete and capture the graphs of ``layers`` alone, which belong to one model chunk."""
-    chosen, every = {id(layer) for layer in layers}, helper.flattened_callables
-    mtp = [flag for each, flag in zip(every, helper.flattened_callables_is_mtp, strict=True) if id(each) in chosen]
-    return changed(
-        helper, flattened_callables=list(layers), callables_per_chunk=[list(layers)],
-        num_layers_per_chunk=[len(layers)], flattened_callables_is_mtp=mtp, callables_per_chunk_is_mtp=[mtp],
-    )  # fmt: skip
 
 
 def _samples_on_the_device() -> AbstractContextManager[None]:

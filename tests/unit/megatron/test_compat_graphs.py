@@ -11,7 +11,6 @@ from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.compat.graphs import layers_of
 
 
 class Layer(GraphableMegatronModule):  # type: ignore[misc]
@@ -78,14 +77,6 @@ def test_marks_of_accumulated_gradients_survive_a_probe(args: argparse.Namespace
         with compat.graphs_bypassed([chunk], args):
             weight.grad_added_to_main_grad = not mark
         assert weight.grad_added_to_main_grad is mark
-
-
-def test_layers_of_changed_linears() -> None:
-    layers = [torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1))) for _ in range(4)]
-    nested = layers[3][1][0]
-    assert layers_of(layers, [nested, layers[1][0], layers[1][1][0]]) == [layers[1], layers[3]]
-    assert layers_of(layers, []) is None
-    assert layers_of(layers, [layers[0][0], torch.nn.Linear(1, 1)]) is None, "a linear in no captured layer"
 
 
 # -- captures that fail ------------------------------------------------------------------------------------------
