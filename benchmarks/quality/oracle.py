@@ -32,7 +32,7 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host, ProbeResult
 from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.sensitivity.update_error import StepScale
-from snip_megatron.sensitivity.updates import Update
+from snip_megatron.sensitivity.updates import AdamWState
 
 _SCALE = "main_loss_backward_scale"
 Outputs = tuple[torch.Tensor, Callable[..., Any]]
@@ -59,7 +59,7 @@ class _Owner:
 
     row: int
     weight: torch.nn.Parameter
-    update: Update | None
+    update: AdamWState | None
     gradient: torch.Tensor | None = None
 
 

@@ -23,7 +23,7 @@ from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, StreamRea
 from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups
 from snip_megatron.sensitivity.table import SinkRow
-from snip_megatron.sensitivity.updates import Update
+from snip_megatron.sensitivity.updates import AdamWState
 
 _EMBEDDING, _FINAL_NORM = "word_embeddings", "final_layernorm"
 
@@ -360,7 +360,7 @@ class MegatronStep:
             if weight is not None and weight.requires_grad and dist.get_world_size(group) > 1:
                 dist.all_reduce(weight.main_grad, group=group)
 
-    def update_of(self, weight: torch.nn.Parameter) -> Update | None:
+    def update_of(self, weight: torch.nn.Parameter) -> AdamWState | None:
         """Return the optimizer's next update of this rank's elements. See :func:`compat.update_of`.
 
         Returns None if a rank of the first distributed optimizer has the same elements.

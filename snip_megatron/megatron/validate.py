@@ -188,11 +188,10 @@ def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
     _check_sharding(args)
     if not config.updates or not needs_forward_noise(config.request()):
         return
-    if optimizer not in compat.SUPPORTED_OPTIMIZERS:
+    if optimizer != "adam":
         raise SnipError(
-            f"--optimizer {optimizer} cannot be combined with --snip-estimator {config.estimator}: weight"
-            f" divergence knows the updates of {', '.join(compat.SUPPORTED_OPTIMIZERS)}; use one of these, or"
-            " --snip-estimator fisher"
+            f"--optimizer {optimizer} cannot be combined with --snip-estimator {config.estimator}: weight divergence"
+            " knows the update of adam alone; use it, or --snip-estimator fisher"
         )
     if config.first_update == 0 and not args.load:
         raise SnipError(

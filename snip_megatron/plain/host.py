@@ -23,7 +23,7 @@ from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, StreamRea
 from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups, group_size
 from snip_megatron.sensitivity.table import SinkRow
-from snip_megatron.sensitivity.updates import AdamWState, SgdState, Update
+from snip_megatron.sensitivity.updates import AdamWState
 
 Loss = Callable[[], torch.Tensor]
 
@@ -258,7 +258,7 @@ class PlainStep:
     def join_gradients(self) -> None:
         """Do nothing: every process holds all of the model."""
 
-    def update_of(self, weight: nn.Parameter) -> Update | None:
+    def update_of(self, weight: nn.Parameter) -> AdamWState | None:
         """Return the optimizer's next update of a parameter. None if it does not train it, or if Adam has not stepped.
 
         Collective if the optimizer's state is sharded.
@@ -271,8 +271,6 @@ class PlainStep:
             name: _full_tensor(value) if isinstance(value, torch.Tensor) else value
             for name, value in optimizer.state.get(weight, {}).items()
         }
-        if isinstance(optimizer, torch.optim.SGD):
-            return SgdState.of(group, state, 0, weight.numel(), self.step)
         return AdamWState.of(group, state, 0, weight.numel())
 
 
@@ -290,11 +288,11 @@ def check_trains(optimizer: torch.optim.Optimizer, structure: Structure) -> None
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise SnipError if weight divergence is not implemented for the optimizer or an option of it."""
     kind = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD):
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         raise SnipError(
-            f"optimizer {kind}: weight divergence knows torch's Adam, AdamW, SGD; estimator='fisher' needs none of them"
+            f"optimizer {kind}: weight divergence knows torch's Adam and AdamW; estimator='fisher' needs none"
         )
-    for group in () if isinstance(optimizer, torch.optim.SGD) else optimizer.param_groups:
+    for group in optimizer.param_groups:
         coupled = not isinstance(optimizer, torch.optim.AdamW) and not group.get("decoupled_weight_decay")
         for name in ("amsgrad", "maximize", *(["weight_decay"] if coupled else [])):
             if group.get(name):

@@ -20,7 +20,7 @@ from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups
 from snip_megatron.sensitivity.table import SinkRow, StatisticsTable
 from snip_megatron.sensitivity.update_error import StepScale
-from snip_megatron.sensitivity.updates import Update
+from snip_megatron.sensitivity.updates import AdamWState
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """Returns the tensor that replaces its argument."""
@@ -171,7 +171,7 @@ class HostStep(Protocol):
     def join_gradients(self) -> None:
         """Add up the gradients of a parameter that two pipeline stages share, in place. Collective."""
 
-    def update_of(self, weight: nn.Parameter) -> Update | None:
+    def update_of(self, weight: nn.Parameter) -> AdamWState | None:
         """Return the optimizer's next update of this rank's elements. None if the rank has none.
 
         Raises SnipError if the update rule is not known.

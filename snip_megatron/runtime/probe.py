@@ -51,7 +51,7 @@ from snip_megatron.sensitivity.reduction import (
 )
 from snip_megatron.sensitivity.sums import sum_squares
 from snip_megatron.sensitivity.update_error import CachedSignWords, StepScale, linear_update_error, sink_update_error
-from snip_megatron.sensitivity.updates import Update
+from snip_megatron.sensitivity.updates import AdamWState
 
 _NOISE_SIZE = 0.03
 _SIGNS, _NOISE = 1, 2  # streams of random numbers derived from --snip-seed
@@ -395,7 +395,7 @@ class UpdateErrors:
         update.together("weight_divergence", partial.pack, self._host.device).reduce()
         table.merge(partial)
 
-    def _update_of(self, step: HostStep, weight: torch.nn.Parameter, update: Transaction) -> Update | None:
+    def _update_of(self, step: HostStep, weight: torch.nn.Parameter, update: Transaction) -> AdamWState | None:
         return step.update_of(weight) if self._host.gathers_updates else update.attempt(step.update_of, weight)
 
     def add_linear(
@@ -405,7 +405,7 @@ class UpdateErrors:
         recorder: LinearRecorder,
         expert_sums: Sequence[float] | None,
         gradient: torch.Tensor,
-        state: Update,
+        state: AdamWState,
         scale: StepScale,
     ) -> None:
         """Add the divergence of a linear's weight to ``partial``."""
@@ -428,7 +428,7 @@ class UpdateErrors:
         sink: LocalSink,
         gradient: torch.Tensor,
         weight: torch.Tensor,
-        state: Update,
+        state: AdamWState,
         scale: StepScale,
     ) -> None:
         """Add the divergence of a parameter beside the linears to ``partial``."""

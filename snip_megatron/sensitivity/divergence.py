@@ -179,11 +179,11 @@ def update_error(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatAr
     ``drift2`` [owners, grid] is the squared update error, ``w2`` [owners] ‖W‖², and ``rho`` [options, owners] has the
     shape of the result.
 
-    F is linear in ρ below RHO_GRID and below the smallest error that changed the update (Lion's update moves in steps).
-    It is constant above the grid. A parameter of norm 0 has no relative update error and counts as 0.
+    F is linear in ρ below RHO_GRID, and constant above. A parameter of norm 0 has no relative update error and counts
+    as 0.
     """
     log_grid = np.log(RHO_GRID)
-    log_error = 0.5 * np.log(np.maximum(_without_zeros(drift2), _TINY))
+    log_error = 0.5 * np.log(np.maximum(drift2, _TINY))
     log_rho = np.log(np.maximum(rho, _TINY))
     position = np.clip(np.searchsorted(log_grid, log_rho, side="right") - 1, 0, len(log_grid) - 2)
     owner = np.broadcast_to(np.arange(rho.shape[1])[None, :], rho.shape)
@@ -193,17 +193,6 @@ def update_error(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatAr
     moved = (w2 > 0.0) & np.any(drift2 > 0.0, axis=1)
     result: FloatArray = np.where(moved[None, :], value / np.sqrt(np.where(w2 > 0.0, w2, 1.0))[None, :], 0.0)
     return result
-
-
-def _without_zeros(drift2: FloatArray) -> FloatArray:
-    """Replace the leading zeros of every row by the first nonzero value, scaled down in proportion to ρ²."""
-    moved = drift2 > 0.0
-    first = moved.argmax(axis=1)
-    rows = np.arange(len(drift2))
-    extended = drift2[rows, first][:, None] * (RHO_GRID[None, :] / RHO_GRID[first][:, None]) ** 2
-    leading = np.arange(drift2.shape[1])[None, :] < first[:, None]
-    filled: FloatArray = np.where(leading, extended, drift2)
-    return filled
 
 
 def _total_update_error(table: StatisticsTable, reached: Propagation) -> FloatArray:

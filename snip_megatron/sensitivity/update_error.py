@@ -4,8 +4,7 @@ The size of an element's error is a product of a factor of its row and one of it
 (docs/how-it-works.md, recipe, steps 5 and 6). A single σ for the whole matrix would give elements with v ≈ 0 too large
 an error. Signs are random and belong to the global element, so that every sharding draws the same.
 
-On a GPU a Triton kernel evaluates AdamW: one read of g, m and v serves all errors. Torch evaluates other optimizers,
-and is the kernel's reference.
+On a GPU a Triton kernel evaluates AdamW: one read of g, m and v serves all errors. Torch is the kernel's reference.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from snip_megatron.sensitivity import quantization_error
 from snip_megatron.sensitivity.recorder import LinearRecorder, Pass
 from snip_megatron.sensitivity.sums import sum_squares
 from snip_megatron.sensitivity.table import RHO_GRID
-from snip_megatron.sensitivity.updates import AdamWState, Update, gradient_of_a_step
+from snip_megatron.sensitivity.updates import AdamWState, gradient_of_a_step
 
 _BLOCK = 2048  # elements of a program
 _MOST_ELEMENTS = 2**31 - 2**16  # the kernel's indices have 32 bits
@@ -132,7 +131,7 @@ class StepScale:
 
 
 def _error_sums(
-    gradient: Tensor, state: Update, sizes: ErrorSizes, scale: StepScale, words: Words
+    gradient: Tensor, state: AdamWState, sizes: ErrorSizes, scale: StepScale, words: Words
 ) -> tuple[Tensor, Tensor]:
     """Return Σ (u(g + δ) − u(g))² over this rank's elements, at each ρ of the grid and of each candidate, float64.
 
@@ -140,7 +139,7 @@ def _error_sums(
     """
     local = gradient.reshape(-1)[state.start : state.end]
     factor, noise = scale.gradient * scale.clip, scale.variance**0.5
-    if isinstance(state, AdamWState) and has_kernels(gradient) and gradient.numel() < _MOST_ELEMENTS:
+    if has_kernels(gradient) and gradient.numel() < _MOST_ELEMENTS:
         return adamw_error_sums(local, state, sizes, RHO_GRID.tolist(), factor=factor, noise=noise, words=words)
     width = len(sizes.cols)
     rows = slice(state.start // width, -(-state.end // width))
@@ -153,12 +152,11 @@ def _error_sums(
 
     z = error_signs(sizes.seed, sizes.rows[rows], sizes.cols).view(-1)[elements]
     g = gradient_of_a_step(local.float() * factor, state, noise)
-    update = state.direction(g)
-    drift2 = state.squared_error(g, product(unit_rows, unit_cols) * z, RHO_GRID.tolist(), update)
+    drift2 = state.squared_error(g, product(unit_rows, unit_cols) * z, RHO_GRID.tolist())
     candidates = []
     for f in range(1, 1 + sizes.candidates):
         variance = product(var_rows[f], var_cols[0]) + product(var_rows[0], var_cols[f])
-        candidates.append(state.squared_error(g, variance.sqrt() * z, [1.0], update))
+        candidates.append(state.squared_error(g, variance.sqrt() * z, [1.0]))
     return drift2, torch.cat(candidates) if candidates else drift2[:0]
 
 
@@ -216,7 +214,7 @@ def _on_device(scales: tuple[float, ...], device: torch.device) -> Tensor:
 def linear_update_error(
     recorder: LinearRecorder,
     gradient: Tensor,
-    state: Update,
+    state: AdamWState,
     scale: StepScale,
     *,
     s2: float,
@@ -255,7 +253,7 @@ def linear_update_error(
 
 
 def sink_update_error(
-    gradient: Tensor, state: Update, scale: StepScale, *, seed: int, first_row: int, words: Words = sign_words
+    gradient: Tensor, state: AdamWState, scale: StepScale, *, seed: int, first_row: int, words: Words = sign_words
 ) -> Tensor:
     """Return the squared update error over the ρ grid of a parameter that is no linear, float64 [len(RHO_GRID)].
 

@@ -149,7 +149,8 @@ def test_an_all_bf16_map_is_stock_bit_for_bit_and_updated_maps_train_nearly_so(
     warm: WarmRanks, tmp_path: Path, kind: str
 ) -> None:
     found = []
-    for name, snip in (("stock", []), ("bf16", ["--snip", "--snip-policy", "bf16"]), ("updated", SNIP)):
+    updates = [*SNIP, "--snip-estimator", "fisher"] if kind == "muon" else SNIP
+    for name, snip in (("stock", []), ("bf16", ["--snip", "--snip-policy", "bf16"]), ("updated", updates)):
         words = shlex.split(f"--bf16 --use-distributed-optimizer --global-batch-size 8 {KINDS[kind]}")
         run = ["--snip-dir", str(tmp_path / name / "run")] if snip else []
         found.append(traced(warm, 2, tiny_llama_args(*words, *snip, *run, iters=6), tmp_path / name)[-1])

@@ -122,8 +122,8 @@ OF_FP8 = "--snip-gradient-reduction fp8"
          f"{OF_FP8} with --tensor-model-parallel-size 2 cannot be combined with --position-embedding-type learned", ""),
         (LOW | SCATTERS | {"grad_reduce_in_bf16": True}, FP8,
          "--grad-reduce-in-bf16 cannot be combined with --snip-gradient-reduction fp8", ""),
-        ({"optimizer": "soap"}, NOISE, "--optimizer soap cannot be combined with --snip-estimator noise",
-         "knows the updates of adam, sgd, lion, muon"),
+        ({"optimizer": "muon"}, NOISE, "--optimizer muon cannot be combined with --snip-estimator noise",
+         "knows the update of adam alone"),
         ({"optimizer": "sgd", "use_distributed_optimizer": True}, FISHER,
          "--optimizer sgd cannot be combined with --use-distributed-optimizer", ""),
         # Megatron's own validation turns the distributed optimizer into the layer-wise one.

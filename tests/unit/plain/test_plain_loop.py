@@ -195,17 +195,6 @@ def test_a_resumed_loop_is_bitwise_the_uninterrupted_one() -> None:
     assert second.run(range(6, 12)) == losses[6:]
 
 
-def test_sgd_of_bf16_weights_accumulates_gradients() -> None:
-    """Its momentum has the dtype of the weights."""
-    training = Training()
-    training.model.bfloat16()
-    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)
-    training.snip = convert(training.model, training.optimizer, first_update=2, microbatches=2, estimator="noise")
-    training.run(range(3))
-    assert training.snip.table.arrays["drift2"].all()
-    assert training.snip.map.version == 1
-
-
 def test_embeddings_may_be_frozen() -> None:
     """Then the residual stream needs no gradient where it begins. SNIP measures it all the same."""
     tables = []

@@ -143,16 +143,6 @@ def test_drift_grows_with_the_error(rhos: list[float]) -> None:
     assert np.all(np.diff(values, axis=0) >= -1e-12 * values[:-1])
 
 
-def test_an_update_that_moves_in_steps_has_a_drift_below_the_first() -> None:
-    """Lion's smallest errors flip no sign: what they do is taken as proportional, not as nothing."""
-    smooth = 4.0 * RHO_GRID[None, :] ** 2
-    stepped = np.where(RHO_GRID[None, :] < 1e-2, 0.0, smooth)
-    rho = np.array([[1e-6], [1e-3], [3e-2], [2.0]])
-    np.testing.assert_allclose(
-        update_error(stepped, np.array([1.0]), rho), update_error(smooth, np.array([1.0]), rho), rtol=1e-9
-    )
-
-
 @given(st.floats(1e-6, 1e6), st.integers(0, 20))
 def test_scaling_the_loss_changes_nothing(c: float, seed: int) -> None:
     """AdamW forgets the scale of its gradients, and all errors are relative."""
