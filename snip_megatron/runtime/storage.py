@@ -25,8 +25,8 @@ from snip_megatron.precision.errors import SnipError
 
 MAX_BYTES, MAX_RECORDS = 64 * 2**20, 65_536
 """Limits of the records that wait to be written. Those that do not fit are dropped and counted."""
-RETRY_S, STALL_S = 10.0, 30.0
-"""Seconds until a failed write is tried again, and without a write until a line says so."""
+STALL_S = 30.0
+"""Seconds without a write until a line says so."""
 EXIT_S, FINISH_S = 30.0, 60.0
 """Seconds at exit for the records that wait, and for what follows them: the summary and the report."""
 
@@ -106,15 +106,15 @@ class Writer:
     """Writes lines and whole files in a thread of its own, in the order in which they were given.
 
     :meth:`append` and :meth:`replace` put a record into a queue and return at once. A record that does not fit into the
-    queue is dropped and counted. A record that cannot be written waits with the later ones of its file, and is tried
-    again after :data:`RETRY_S`.
+    queue is dropped and counted. A record that cannot be written stays in the queue with those behind it, and is tried
+    again with the next one. A file outside ``folder`` that cannot be written is dropped.
 
     A JSON line is one ``write()`` of one complete line to a file opened with O_APPEND. A whole file is written by
     :func:`write_atomically`.
 
     Args:
         folder: The folder of the records, which messages name.
-        restore: Called before a file of lines is opened, and again if it was removed or renamed.
+        restore: Called before a file of lines is created.
         loss_record: Returns the file and the record that say how many records of each kind are missing. A kind is the
             name of a file of lines, or of a step file's folder. The record is appended when writing works again. If
             this is None, losses are printed only.
@@ -127,20 +127,15 @@ class Writer:
         loss_record: Callable[[Mapping[str, int]], tuple[Path, Mapping[str, Any]]] | None = None,
     ) -> None:
         self._folder, self._restore, self._loss_record = folder, restore, loss_record
-        self._unreported: Counter[str] = Counter()
-        self._pending: Counter[str] = Counter()  # records that are queued, being written or waiting, by kind
-        self._pending_bytes = 0
-        self._queue: deque[_Record | Callable[[], object]] = deque()
-        self._changed = threading.Condition()  # guards the attributes above; no file is touched while it is held
-        self._closed = False
+        self._changed = threading.Condition()  # guards the queues and counts; no file is touched inside it
+        self._queue: deque[_Record] = deque()  # the first one is being written
+        self._bytes = 0  # of the queue
+        self._calls: deque[Callable[[], object]] = deque()
+        self._lost: Counter[str] = Counter()  # of which no record tells yet
+        self._closed = self._has_news = False
         self._progress = 0.0  # when the latest write ended, or the queue began to fill
-        self._said: set[str] = set()
-        # The thread alone uses these.
-        self._waiting: list[_Record] = []
-        self._failed: set[Path] = set()
-        self._retry_at = 0.0
         self._error = ""
-        self._descriptors: dict[Path, int] = {}
+        self._said: set[str] = set()
         self._torn: set[Path] = set()  # files that end in a part of a line
         threading.Thread(target=self._serve, name="snip-writer", daemon=True).start()
 
@@ -156,22 +151,25 @@ class Writer:
     def _put(self, path: Path, write: Callable[[Path, bytes], None], data: bytes) -> None:
         kind = path.stem if path.parent == self._folder else path.parent.name
         with self._changed:
-            records = self._pending.total()
-            fits = not records or (records < MAX_RECORDS and self._pending_bytes + len(data) <= MAX_BYTES)
-            stalls = records and time.monotonic() - self._progress > STALL_S
-            if not records:
+            waiting = len(self._queue)
+            fits = not waiting or (waiting < MAX_RECORDS and self._bytes + len(data) <= MAX_BYTES)
+            stalls = waiting and time.monotonic() - self._progress > STALL_S
+            if not waiting:
                 self._progress = time.monotonic()
             if fits:
-                self._pending[kind] += 1
-                self._pending_bytes += len(data)
                 self._queue.append(_Record(path, write, data, kind))
-                self._changed.notify()
+                self._bytes += len(data)
             else:
-                self._unreported[kind] += 1
+                self._lost[kind] += 1
+            self._wake()
         if stalls and not self._error:
             self._say_once("stall", f"nothing could be written for {STALL_S:.0f} s; training goes on, the records wait")
         if not fits:
             self._say_once("loss", "the queue of records is full; training goes on, further records are lost")
+
+    def _wake(self) -> None:
+        self._has_news = True
+        self._changed.notify()
 
     def call(self, function: Callable[[], object], timeout: float) -> bool:
         """Run a function in the thread, after all records so far were tried once more.
@@ -187,14 +185,13 @@ class Writer:
                 done.set()
 
         with self._changed:
-            self._retry_at = 0.0
-            self._queue.append(run)
-            self._changed.notify()
+            self._calls.append(run)
+            self._wake()
         return done.wait(timeout)
 
-    def flush(self, timeout: float = EXIT_S) -> bool:
-        """Wait until all records so far were tried. Returns False after ``timeout`` seconds."""
-        return self.call(lambda: None, timeout)
+    def flush(self) -> bool:
+        """Wait until all records so far were tried. Returns False after :data:`EXIT_S` seconds."""
+        return self.call(lambda: None, EXIT_S)
 
     def close(self, finish: Callable[[], object] = lambda: None) -> bool:
         """Try all records a last time, call ``finish`` in the thread, and end it. Prints which records are missing.
@@ -202,19 +199,19 @@ class Writer:
         Waits for the records for at most :data:`EXIT_S`, and for ``finish`` for at most :data:`FINISH_S`. Returns
         whether ``finish`` has ended.
         """
-        answers = self.call(self._give_up, EXIT_S)
+        answers = self.flush()
+        why = self._error if answers else f"the file system has not taken them within {EXIT_S:.0f} s"
         with self._changed:
-            if not answers:
-                self._queue.clear()
-                self._unreported += self._pending
-            missing = self._unreported
-        if missing:
-            why = self._error if answers else f"the file system has not taken them within {EXIT_S:.0f} s"
-            self._say(f"{_counts(missing)} are missing: {why}")
+            self._lost += Counter(record.kind for record in self._queue)
+            self._queue.clear()
+        if answers:
+            self.call(self._record_losses, EXIT_S)
+        if self._lost:
+            self._say(f"{_counts(self._lost)} are missing: {why}")
         finished = answers and self.call(finish, FINISH_S)
         with self._changed:
             self._closed = True
-            self._changed.notify()
+            self._wake()
         return finished
 
     def _say_once(self, kind: str, message: str) -> None:
@@ -228,79 +225,55 @@ class Writer:
 
     # -- the writer thread -----------------------------------------------------------------------------------------
     def _serve(self) -> None:
-        while (entry := self._next()) is not None:
-            if isinstance(entry, _Record):
-                self._write(entry)
-            if not self._queue:
-                self._report_losses()
-            if not isinstance(entry, _Record):
-                entry()
-        for path in list(self._descriptors):
-            self._release(path)
-
-    def _next(self) -> _Record | Callable[[], object] | None:
-        """Wait for the next entry. None if the writer is closed."""
-        with self._changed:
-            while True:
-                if self._waiting and time.monotonic() >= self._retry_at:
-                    self._queue.extendleft(reversed(self._waiting))
-                    self._waiting.clear()
-                    self._failed.clear()
-                if self._queue:
-                    return self._queue.popleft()
-                if self._closed:
-                    return None
-                self._changed.wait(max(0.0, self._retry_at - time.monotonic()) if self._waiting else None)
-
-    def _write(self, record: _Record) -> None:
-        if record.path in self._failed:
-            self._waiting.append(record)
-            return
-        try:
-            record.write(record.path, record.data)
-        except (OSError, MemoryError) as error:  # the thread lives on
-            self._error = str(error)
-            self._say_once("failure", f"cannot write ({error}); training goes on, the records are written later")
-            if not self._waiting:
-                self._retry_at = time.monotonic() + RETRY_S
-            self._failed.add(record.path)
-            self._waiting.append(record)
-        else:
+        while not self._closed:
             with self._changed:
-                self._pending[record.kind] -= 1
-                self._pending_bytes -= len(record.data)
+                self._changed.wait_for(lambda: self._has_news)
+                self._has_news, calls = False, len(self._calls)
+            self._write_queue()
+            for _ in range(calls):
+                self._calls.popleft()()
+
+    def _write_queue(self) -> None:
+        """Write the queue, up to a record that cannot be written."""
+        while self._queue:
+            record = self._queue[0]
+            try:
+                record.write(record.path, record.data)
+            except (OSError, MemoryError) as error:  # the thread lives on
+                self._error = str(error)
+                self._say_once("failure", f"cannot write ({error}); training goes on, the records are written later")
+                if record.path.is_relative_to(self._folder):
+                    return
+            with self._changed:
+                if self._queue:  # close may have given up
+                    self._queue.popleft()
+                    self._bytes -= len(record.data)
                 self._progress = time.monotonic()
+        self._record_losses()
 
-    def _give_up(self) -> None:
-        """Count the records that wait as lost."""
+    def _record_losses(self) -> None:
+        """Record and print how many records are missing, if their file of lines can be written."""
         with self._changed:
-            self._unreported += Counter(record.kind for record in self._waiting)
-        self._waiting.clear()
-        self._failed.clear()
-        self._report_losses()
-
-    def _report_losses(self) -> None:
-        """Record and print how many records are missing, once their file of lines can be written again."""
-        with self._changed:
-            lost, self._unreported = self._unreported, Counter()
+            lost, self._lost = self._lost, Counter()
         if not lost:
             return
         try:
             if self._loss_record is not None:
                 path, record = self._loss_record(lost)
-                if path in self._failed:
-                    raise OSError(self._error)
                 self._append(path, _line(record))
             self._say(f"writes again; {_counts(lost)} are missing: {self._error or 'the queue was full'}")
         except OSError as error:
             self._error = str(error)
             with self._changed:
-                self._unreported += lost
+                self._lost += lost
 
-    # -- lines -------------------------------------------------------------------------------------------------
     def _append(self, path: Path, line: bytes) -> None:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._torn.discard(path)
+            self._restore()
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            descriptor = self._open(path)
             data = b"\n" + line if path in self._torn else line
             written = os.write(descriptor, data)
             if 0 < written < len(data):  # a full disk may take a part of the line
@@ -308,27 +281,8 @@ class Writer:
             if written < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             self._torn.discard(path)
-        except OSError:
-            self._release(path)
-            raise
-
-    def _open(self, path: Path) -> int:
-        """Return the descriptor of a file. If the file was removed or renamed, it is created again."""
-        if path in self._descriptors:
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(self._descriptors[path]), os.stat(path)):
-                    return self._descriptors[path]
-            self._release(path)
-            self._torn.discard(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._restore()
-        self._descriptors[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        return self._descriptors[path]
-
-    def _release(self, path: Path) -> None:
-        if path in self._descriptors:
-            with contextlib.suppress(OSError):
-                os.close(self._descriptors.pop(path))
+        finally:
+            os.close(descriptor)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
