@@ -149,7 +149,7 @@ class GroupLoop:
         """
         assert not isinstance(splits, DeviceRows)
         rows = torch.split(x, list(splits))
-        return _by_side([self._quantize(part, _of_expert(spec, e)) for e, part in enumerate(rows)], spec)
+        return by_side([self._quantize(part, of_expert(spec, e)) for e, part in enumerate(rows)], spec)
 
     def quantize_unpadded(self, x: Tensor, rows: Rows, spec: OperandSpec) -> OperandPair:
         """Do the same for the padded rows of x, which has no padding."""
@@ -162,7 +162,7 @@ class GroupLoop:
 
     def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
         """Return the weights [N, K] of all experts as the operands of fprop and of dgrad."""
-        return _by_side([self._quantize(weight, spec) for weight in weights], spec)
+        return by_side([self._quantize(weight, spec) for weight in weights], spec)
 
     def fuses_swiglu(self, formats: tuple[Format | None, Format | None]) -> bool:
         """Return whether :meth:`swiglu` and :meth:`swiglu_gradient` make operands in these formats."""
@@ -193,13 +193,13 @@ class GroupLoop:
         return [self._multiply(Gemm.WGRAD, left, right, torch.float32, grad) for left, right, grad in operands]
 
 
-def _by_side(pairs: Sequence[OperandPair], spec: OperandSpec) -> OperandPair:
+def by_side(pairs: Sequence[OperandPair], spec: OperandSpec) -> OperandPair:
     """Return the rowwise operands of all experts, and the columnwise ones. None stands for a GEMM that does not run."""
     rowwise, columnwise = zip(*pairs, strict=True)
     return None if spec.rowwise is None else rowwise, None if spec.columnwise is None else columnwise
 
 
-def _of_expert(spec: OperandSpec, expert: int) -> OperandSpec:
+def of_expert(spec: OperandSpec, expert: int) -> OperandSpec:
     """Return how the rows of one expert are quantised."""
     keys = spec.keys
     if keys is None or not isinstance(keys.dgrad, int) or not isinstance(keys.wgrad, int):

@@ -16,7 +16,7 @@ TILE = 128
 
 @dataclass(frozen=True)
 class Element:
-    """A small floating-point type without infinities: a sign bit, exponent bits and mantissa bits.
+    """A small floating-point type, whose infinities are left out: a sign bit, exponent bits and mantissa bits.
 
     Attributes:
         mantissa_bits: explicit bits of the mantissa.
@@ -32,6 +32,7 @@ class Element:
 
 E2M1 = Element(mantissa_bits=1, min_exponent=0, max_exponent=2, maximum=6.0)
 E4M3 = Element(mantissa_bits=3, min_exponent=-6, max_exponent=8, maximum=448.0)
+E5M2 = Element(mantissa_bits=2, min_exponent=-14, max_exponent=15, maximum=57344.0)
 
 
 class Scaling(Enum):
