@@ -1,4 +1,4 @@
-"""The emulation of Megatron's own recipes against Transformer Engine's reference quantisers and its update of scales."""
+"""The emulation of Megatron's own recipes against Transformer Engine's reference quantisers and update of scales."""
 
 import pytest
 import torch
