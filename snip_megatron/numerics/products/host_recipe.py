@@ -254,7 +254,8 @@ class RecipeGemms(GemmBackend):
         left, right = a.dequantize(), b.dequantize()
         if gemm is Gemm.WGRAD:
             return add_product(left, right, out)
-        return (left @ (right.t() if gemm is Gemm.FPROP else right)).to(dtype)
+        product: Tensor = left @ (right.t() if gemm is Gemm.FPROP else right)
+        return product.to(dtype)
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
         """See the base class."""
