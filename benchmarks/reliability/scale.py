@@ -33,9 +33,10 @@ import numpy as np
 from benchmarks.common import ROOT, header, write
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import Model, load_llama
-from snip_megatron.planner.plan import parse_request, rank_shapes, sinks_of, synthetic_losses
+from snip_megatron.planner.plan import parse_config, synthetic_losses
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import Format, LinearRow
+from snip_megatron.planner.updates import sinks_of, update_collectives
+from snip_megatron.precision import Format, LinearRow, Role
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.sensitivity.probe_memory import OUTPUT_TOKENS
 from snip_megatron.sensitivity.table import array_shapes
@@ -74,7 +75,7 @@ def _experts_layer(layer: int) -> Iterator[LinearRow]:
 
 
 def _config(estimator: str) -> SnipConfig:
-    return parse_request({"estimator": estimator}, load_cost_model("h200")).config
+    return parse_config({"estimator": estimator}, load_cost_model("h200"))
 
 
 # -- rank 0 --------------------------------------------------------------------------------------------------------
@@ -259,7 +260,6 @@ def one_rank(model: str, layers: int, ranks: int) -> Body:
     from snip_megatron.runtime.host import LocalSink, Unmeasured
     from snip_megatron.runtime.probe import ProbeRunner
     from snip_megatron.runtime.probe_memory import Fit
-    from snip_megatron.runtime.update_traffic import table_bytes, update_collectives
     from snip_megatron.sensitivity.reduction import ProbeGroups
 
     layout, config, cpu = layout_of(model, layers, ranks), _config("noise"), torch.device("cpu")
@@ -287,9 +287,10 @@ def one_rank(model: str, layers: int, ranks: int) -> Body:
 
     for name in genuine:
         setattr(dist, name, counted(name))
-    shapes = rank_shapes(layout, 0)
+    rows = [row for layer in layout.stages[0] for row in layer]
+    norms = len({row.sub_block for row in rows if row.role is Role.READS})
     handles = []
-    for index, row in enumerate(r for layer in layout.stages[0] for r in layer for _ in range(layout.matrices(r))):
+    for index, row in enumerate(each for each in rows for _ in range(layout.matrices(each))):
         local = layout.shapes[row.name]
         handles.append(
             _Handle(
@@ -300,8 +301,8 @@ def one_rank(model: str, layers: int, ranks: int) -> Body:
             )
         )  # fmt: skip
     norm = torch.nn.Parameter(torch.empty(layout.model.hidden, device="meta"))
-    embedding = torch.nn.Parameter(torch.empty(shapes.sinks[-1], device="meta"))
-    local_sinks = [LocalSink(1, norm, replicated=True)] * (len(shapes.sinks) - 1) + [LocalSink(0, embedding)]
+    embedding = torch.nn.Parameter(torch.empty(layout.vocabulary * layout.model.hidden // tp, device="meta"))
+    local_sinks = [LocalSink(1, norm, replicated=True)] * norms + [LocalSink(0, embedding)]
     host: Any = SimpleNamespace(
         groups=groups, local_sinks=local_sinks, optimizer_sharded=True, device=cpu, full_tensor=lambda weight: weight,
         sinks=tuple(sinks_of(layout.model)), chunks=[], hidden=layout.model.hidden, tokens=layout.tokens, pass_group=1,
@@ -312,10 +313,10 @@ def one_rank(model: str, layers: int, ranks: int) -> Body:
     registry.rows, registry.names = layout.model.rows, [row.name for row in layout.model.rows]
     registry.context = SimpleNamespace(probing=False)
     step: Any = _Step(
-        torch=torch, dist=dist, handles=handles, norm=norm, token_shards=bool(shapes.token_shards), of_tp=of_tp
+        torch=torch, dist=dist, handles=handles, norm=norm, token_shards=layout.sequence_parallel, of_tp=of_tp
     )
     probes: Any = ProbeRunner(host, registry, config, weighs_updates=True)
-    probes.check_memory = lambda step: Fit(1.0, 1.0, 1.0, 1.0, 2.0)
+    probes.check_memory = lambda step: (1, Fit(1.0, 1.0, 1.0, 1.0, 2.0))
     base, started = _rss(), time.process_time()
     result = probes.measure(step, 1.0)
     assert not isinstance(result, Unmeasured), result
@@ -326,14 +327,10 @@ def one_rank(model: str, layers: int, ranks: int) -> Body:
     report, of_report = StepReport(cpu), time.process_time()
     for number in range(100):
         report.exchange(number, None, 1.0)
-    sizes = {"world": ranks, "tensor": tp, "data": dp, "expert data": tp * dp // ep if ep > 1 else 1}
-    formats = config.measured_formats
-    planned = update_collectives(
-        shapes, sizes, formats=len(formats), microbatches=1, weighs_updates=True, decision=len(message),
-        table=table_bytes(layout.model.rows, formats, host.sinks),
-    )  # fmt: skip
     expected: dict[str, list[int]] = {}
-    for part in planned:
+    for part in update_collectives(layout, 0, config, len(message)):
+        if part.part in ("votes about forwards", "measured rises"):  # this update measures no map
+            continue
         count, size = expected.get(part.group, [0, 0])
         expected[part.group] = [count + part.count, size + part.bytes]
     return {

@@ -1,6 +1,6 @@
 """A plan as text."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Body = dict[str, Any]
@@ -10,8 +10,7 @@ _TIGHT = 0.9
 
 def render(plan: Body) -> str:
     """Return the plan as tables for a terminal. The JSON has more details."""
-    phases = [] if plan["phases"] is None else [_phases(plan["phases"])]
-    sections = (_head(plan), _linears(plan), _stages(plan), _steps(plan), _budget(plan), *phases, _overhead(plan))
+    sections = (_head(plan), _linears(plan), _stages(plan), _steps(plan), _budget(plan), _overhead(plan))
     assumptions = "\n".join(["assumptions", *(f"  - {line}" for line in plan["assumptions"])])
     return "\n\n".join([*sections, assumptions]) + "\n"
 
@@ -92,7 +91,9 @@ def _steps(plan: Body) -> str:
         "balance": ("balance", ".1%"),
         "bubble": ("bubble", ".1%"),
     }
-    rows = [[name, *_cells(step, columns)] for name, step in plan["steps"].items()]
+    rows = [
+        [name, *(f"{step[field]:{form}}" for field, form in columns.values())] for name, step in plan["steps"].items()
+    ]
     return _table(["step", *columns], rows)
 
 
@@ -109,30 +110,6 @@ def _budget(plan: Body) -> str:
         )
     return f"{head}  GEMMs: {gemms}; fp4 share {budget['fp4_share']:.4f}; in training: {budget['snip_arguments']}" + (
         f"\n  {budget['dominated']}" if budget["dominated"] else ""
-    )
-
-
-def _phases(run: Body) -> str:
-    columns = {
-        "count": ("steps", "d"),
-        "fp4 share": ("fp4_share", ".4f"),
-        "s a step": ("seconds", ".3f"),
-        "speedup": ("speedup", ".3f"),
-        "saves s": ("saved_seconds", ".0f"),
-        "Σ loss": ("loss", ".4g"),
-    }
-    spans = [f"{phase['from_step']}–{phase['from_step'] + phase['steps'] - 1}" for phase in run["phases"]]
-    rows = [[str(i), spans[i], *_cells(phase, columns)] for i, phase in enumerate(run["phases"])]
-    return (
-        f"phases of --schedule {run['schedule']} over {run['train_iters']} steps, deployed in"
-        f" {'the formats of the last phase' if run['deployed'] == 'map' else 'bf16'}: {run['status']} in"
-        f" {run['solve_seconds']:.2f} s,\n  Σ loss {run['loss']:.4g} (one map for the run: {run['static_loss']:.4g})\n"
-        f"{_table(['phase', 'steps', *columns], rows)}\n"
-        f"  average over the run: fp4 share {run['average_fp4_share']:.4f}, {run['average_seconds']:.3f} s a step,"
-        f" speedup {run['average_speedup']:.3f} (of the linears {run['average_linears_speedup']:.3f}); saves"
-        f" {run['saved_seconds']:.0f} s\n"
-        f"  in training: --snip-schedule {run['schedule']}"
-        f"{' --snip-eval bf16' if run['deployed'] == 'bf16' else ''} --train-iters {run['train_iters']}"
     )
 
 
@@ -165,10 +142,6 @@ def _update_scale(costs: Body, budget: Body) -> str:
         + f"\n  rank 0: table {costs['table_bytes'] / 1e6:.3f} MB, map {costs['decision_bytes'] / 1e6:.3f} MB, solver"
         f" {budget['solve_seconds']:.2f} s (measured here); it writes {costs['files']} files, the other ranks open none"
     )
-
-
-def _cells(body: Body, columns: Mapping[str, tuple[str, str]]) -> list[str]:
-    return [f"{body[field]:{form}}" for field, form in columns.values()]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

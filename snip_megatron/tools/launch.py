@@ -420,7 +420,7 @@ def _title(job: Job) -> str:
 
 def _forecast(job: Job, training: Training) -> list[str]:
     """Return the lines of the forecast for the model that Megatron builds, or a line that says why there is none."""
-    from snip_megatron.planner.plan import make_plan, parse_request
+    from snip_megatron.planner.plan import make_plan, parse_config
     from snip_megatron.planner.render import render
     from snip_megatron.planner.step_time import StepModel
     from snip_megatron.runtime.config import given_arguments
@@ -434,7 +434,7 @@ def _forecast(job: Job, training: Training) -> list[str]:
     model = load_cost_model(_TIMINGS)
     options = given_arguments(megatron_arguments(job)) if job.snip else {"update_interval": 0}
     try:
-        request = parse_request(options, model, train_iters=training.train_iters, recipe=training.recipe)
-        return [_title(job), render(make_plan(StepModel(layout, model), request)).rstrip()]
+        config = parse_config(options, model, ends=training.train_iters is not None, recipe=training.recipe)
+        return [_title(job), render(make_plan(StepModel(layout, model), config)).rstrip()]
     except SnipError as error:
         return [_title(job), f"no forecast: {error}"]

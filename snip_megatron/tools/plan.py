@@ -17,8 +17,8 @@ from snip_megatron.tools.cli import positive
 from snip_megatron.tools.launch import last_value
 
 _TRAINING_OPTIONS = (
-    "budget", "formats", "granularity", "stage_tolerance", "pin", "policy", "estimator", "q", "schedule", "deploy",
-    "update_interval", "probe_microbatches",
+    "budget", "formats", "granularity", "stage_tolerance", "pin", "policy", "estimator", "q", "update_interval",
+    "probe_microbatches",
 )  # fmt: skip
 _FLAGS = {
     "sequence-parallel": "tensor parallel ranks share the tokens of norms and additions",
@@ -41,8 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model(parser.add_argument_group("model, parallel layout and batch").add_argument)
     text = "as in training, where the names begin with --snip-"
     add_options(parser.add_argument_group(text), SnipConfig, prefix="--", only=_TRAINING_OPTIONS)
-    _add_losses(parser.add_argument_group("losses and length of the run").add_argument)
     _add_hardware(parser.add_argument_group("hardware").add_argument)
+    text = "statistics of a run (stats/step_<N>.npz) with its losses; without it, loss= gives the fastest uniform map,"
+    text += " and other budgets take synthetic losses"
+    parser.add_argument("--statistics", type=Path, metavar="FILE.npz", help=text)
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="also write the plan as JSON (snip.plan/1)")
 
 
@@ -66,16 +68,6 @@ def _add_model(add: Callable[..., Any]) -> None:
     add("--megatron", nargs=argparse.REMAINDER, metavar="...", help=text)
 
 
-def _add_losses(add: Callable[..., Any]) -> None:
-    text = (
-        "statistics of a run (stats/step_<N>.npz) from which losses are computed; without it, loss= gives the fastest"
-    )
-    text += " uniform map, and other budgets take synthetic losses"
-    add("--statistics", type=Path, metavar="FILE.npz", help=text)
-    text = "training steps of the run, over which phases are planned; default: those of --megatron"
-    add("--train-iters", type=_count, metavar="N", help=text)
-
-
 def _add_hardware(add: Callable[..., Any]) -> None:
     text = "times of GEMMs: h100, h200, a file that snip calibrate wrote, or flops (no times); default: h200"
     add("--timings", default="h200", metavar="NAME|FILE", help=text)
@@ -92,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises SnipError (exit code 3 if the budget is out of reach).
     """
-    from snip_megatron.planner.plan import make_plan, parse_request
+    from snip_megatron.planner.plan import make_plan, parse_config
     from snip_megatron.planner.render import render
     from snip_megatron.planner.step_time import Links, StepModel
     from snip_megatron.runtime.config import given_arguments
@@ -104,21 +96,10 @@ def run(args: argparse.Namespace) -> int:
     options = given_arguments(args.megatron or ()) | options
     training = Training(_named_layout(args)) if args.megatron is None else _check_training(args)
     assert isinstance(training.layout, Layout)
-    request = parse_request(
-        options,
-        model,
-        statistics=args.statistics,
-        train_iters=args.train_iters or training.train_iters,
-        recipe=training.recipe,
-    )
-    if args.train_iters is not None and request.config.phases is None:
-        raise SnipError(
-            f"--train-iters {args.train_iters} has no effect with --schedule static: give --schedule auto or a file of"
-            " phases, or leave it out"
-        )
+    config = parse_config(options, model, ends=training.train_iters is not None, recipe=training.recipe)
     links = Links(args.gpus_per_node, args.node_bandwidth * 1e9, args.network_bandwidth * 1e9)
     gpu = None if args.gpu_memory is None else args.gpu_memory * 2**30
-    plan = make_plan(StepModel(training.layout, model, links), request, gpu_memory=gpu)
+    plan = make_plan(StepModel(training.layout, model, links), config, args.statistics, gpu_memory=gpu)
     if args.json is not None:
         deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
     print(render(plan), end="")

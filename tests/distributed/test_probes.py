@@ -18,7 +18,7 @@ from warm_ranks import WarmRanks
 
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import Llama
-from snip_megatron.planner.plan import probe_passes
+from snip_megatron.planner.updates import probe_passes
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import read_events
 from snip_megatron.sensitivity.table import StatisticsTable

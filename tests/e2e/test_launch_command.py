@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from snip_command import ROOT, SNIP, refused, snip, snip_alone
 
-from snip_megatron.planner.plan import make_plan, parse_request
+from snip_megatron.planner.plan import make_plan, parse_config
 from snip_megatron.planner.render import render
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.timing.cost_model import load_cost_model
 from snip_megatron.tools import torchrun
-from snip_megatron.tools.launch import make_job, progress
+from snip_megatron.tools.launch import make_job
 
 
 def test_a_dry_run_prints_a_script(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(tmp_path:
     layout = replace(job.layout, gradient_accumulation_fusion=False)
     layout = replace(layout, model=replace(layout.model, vocabulary=129_024))  # as Megatron pads it
     table = load_cost_model("h200")
-    known = render(make_plan(StepModel(layout, table), parse_request({}, table, train_iters=progress(job)[1])))
+    known = render(make_plan(StepModel(layout, table), parse_config({}, table, ends=True)))
     assert "by gemm: the fastest uniform map, because" in known
     assert without_clock(expected.partition("\n")[2]) == without_clock(known)
     assert refused("launch", *wanted, "--megatron", "--nonsense") == "unrecognized arguments: --nonsense"

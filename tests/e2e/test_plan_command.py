@@ -32,23 +32,6 @@ def test_70b(tmp_path: Path) -> None:
     assert "fp8 everywhere beats these maps" in done.stdout
 
 
-def test_phases(tmp_path: Path) -> None:
-    """A schedule adds a table of phases, and its arguments mean nothing without one."""
-    sizes = ("plan", "--model", "1b", "--timings", "flops", "--budget", "fp4=0.9")
-    out = tmp_path / "plan.json"
-    done = snip(*sizes, "--schedule", "auto", "--train-iters", 200, "--json", out)
-    assert "phases of --schedule auto over 200 steps" in done.stdout
-    assert [phase["steps"] for phase in json.loads(out.read_text())["phases"]["phases"]] == [100, 50, 30, 20]
-    done = snip(*sizes)
-    assert (done.returncode, "phases" in done.stdout) == (0, False)
-    for arguments, message in (
-        (("--schedule", "auto"), "--schedule auto: needs the length of the run: give --train-iters"),
-        (("--train-iters", 200), "--train-iters 200 has no effect with --schedule static"),
-        (("--schedule", "none.json", "--train-iters", 9), "give static, auto or a snip.schedule/1 file"),
-    ):
-        assert message in refused(*sizes, *arguments)
-
-
 EXPERTS = (
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --seq-length 32"
     " --max-position-embeddings 32 --swiglu --disable-bias-linear --bf16 --micro-batch-size 2 --global-batch-size 8"
@@ -71,12 +54,11 @@ def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path)
     given = given.replace("--train-iters 10", "--train-samples 80")
     given += f" --wandb-project p --wandb-exp-name e --tensorboard-dir {tmp_path / 'board'}"
     out = tmp_path / "plan.json"
-    asked = ("--budget", "fp4=0.5", "--schedule", "auto", "--timings", "flops")
+    asked = ("--budget", "fp4=0.5", "--timings", "flops")
     done = snip_alone("plan", "--gpus", 4, *asked, "--json", out, "--megatron", *given.split())
     assert done.returncode == 0, done.stderr
     plan = json.loads(out.read_text())
     assert plan["layout"]["gradient_accumulation_fusion"]
-    assert plan["phases"]["train_iters"] == 10
     assert plan["budget"]["formats"] == ["fp8_tensor", "fp4"]
     assert list(tmp_path.iterdir()) == [out]
     assert (plan["layout"]["ep"], plan["layout"]["dp"], plan["budget"]["asked"]) == (2, 2, "fp4=0.5")
