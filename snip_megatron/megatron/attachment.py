@@ -73,7 +73,7 @@ def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
     options = given_options(args, SnipConfig)
     native = native_backend(options.get("gemm", SnipConfig.gemm), te_linears=te_linears)
     config = resolve_arguments(args, native or _named_backend(options.get("timings")))
-    if not config.updates and not config.late:
+    if config.blame is not None or not (config.updates or config.late):
         return config, []
     lines = [dominated(config.budget, config.formats, native)]
     if "budget" not in options:
@@ -142,11 +142,14 @@ def prepare_run(
         config, lines = configuration(args)
         if not config.enabled:
             return nullcontext, Terms({"--snip": "no"})
+        from snip_megatron.megatron.blame import prepare_blame
         from snip_megatron.megatron.conversion import with_resolved_gemm
         from snip_megatron.megatron.setup import SnipRun
 
         config = with_resolved_gemm(config, args)
         validate.check(config, args)
+        if config.blame is not None:
+            prepare_blame(config, args)
         run = SnipRun(config, args, on_adopt)
         return functools.partial(_under_snip, run, lines), terms_of(config, args, run.use_library)
 

@@ -204,6 +204,7 @@ class MegatronStep:
     ) -> None:
         self._around = around
         self.step, self.microbatches = call.step, call.num_microbatches
+        self.first = 0  # number of the first microbatch of a pass, 0 being the next that training reads
         self.call = call
         self._groups = groups
         self._args, self._seq_length = args, args.seq_length
@@ -247,7 +248,7 @@ class MegatronStep:
     def prepare(self, microbatches: int, sequences: int) -> None:
         """Prepare a pass over the first microbatches of the step, and read their data. See :class:`HostStep`."""
         self._sequences = sequences if sequences < self.sequences else None
-        self._pass = range(microbatches)
+        self._pass = range(self.first, self.first + microbatches)
         compat.repeated(self.call.data_iterator, self._pass)
         self.rewind()
 

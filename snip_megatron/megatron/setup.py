@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.training import get_tensorboard_writer, get_wandb_writer
@@ -15,6 +15,7 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.layers.registry import check_map_fits, describe_left_out, load_map
 from snip_megatron.megatron import compat, validate
+from snip_megatron.megatron.blame import describe, map_of_job, run_blame
 from snip_megatron.megatron.compat.checkpoints import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.compat.checkpoints import SnipState
 from snip_megatron.megatron.conversion import convert_model, what_stays
@@ -37,6 +38,7 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.end_of_run import finish
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.agreement import on_rank_zero
+from snip_megatron.runtime.blame import Job
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller, OnAdopt
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
@@ -256,6 +258,8 @@ class SnipRun:
             return self._controlled(train_step, call)
 
     def _controlled(self, train_step: Callable[[], Any], call: StepCall) -> Any:
+        if self._config.blame is not None:
+            self._blame(call)
         with _between_steps(call.step, "start"):
             controller = self._controller or self._build(call)
 
@@ -303,21 +307,40 @@ class SnipRun:
         assert self._host is not None
         return MegatronStep(call, self._args, self._host.groups, around)
 
+    def _make_host(self, call: StepCall) -> Host:
+        """Make the host, and tell linears their places in its groups."""
+        registry = self._registry
+        assert registry is not None, "the model was built without SNIP's pre-wrap hook"
+        self._host = host = make_host(self._args, call.model, registry)
+        groups, context = host.groups, registry.context
+        context.dp_rank, context.dp_size = groups.dp_rank, groups.dp_size
+        if groups.experts is not None:
+            context.expert_dp_rank, context.expert_dp_size = groups.experts.dp_rank, groups.experts.dp_size
+        return host
+
+    def _blame(self, call: StepCall) -> NoReturn:
+        """Run ``--snip-blame`` in place of the training, and exit."""
+        host, registry = self._make_host(call), self._registry
+        assert registry is not None
+        self.graphs.attach(registry, call.model)
+        restored = self._restored_state()
+        in_force = map_of_job(self._config, registry, host.device, None if restored is None else restored.precision_map)
+        registry.adopt(in_force)
+        job = Job("snip", describe(in_force, registry.names), in_force)
+        call = self.graphs.without_graph(call)
+        step_of = functools.partial(self._host_step, around=lambda: self.graphs.bypassed(call.model))
+        run_blame(self._config, self._args, host, registry, call, job, step_of)
+
     def _build(self, call: StepCall) -> Controller:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"
         args, config, registry = self._args, self._config, self._registry
         model, step = call.model, call.step
         if config.gradient_reduction != "fp32":
             compat.check_reduced_models(model)
-        self._host = host = make_host(args, model, registry)
+        host = self._make_host(call)
         compat.report_expert_gradients(model)
         compat.fuse_copies(call.optimizer)
         compat.lighten_buckets(model)
-        groups = host.groups
-        registry.context.dp_rank, registry.context.dp_size = groups.dp_rank, groups.dp_size
-        if groups.experts is not None:
-            registry.context.expert_dp_rank = groups.experts.dp_rank
-            registry.context.expert_dp_size = groups.experts.dp_size
         linears = self._linears
         request = validate.solve_request(config, args, linears)
         self.graphs.attach(registry, model)

@@ -149,6 +149,15 @@ class SnipConfig:
     guard_sigma: float = option(
         6.0, "a spike is a loss this many standard deviations above the mean before the adoption", positive=True
     )
+    guard_blame: bool = option(
+        False, "when the guard takes a map back, find out first whether rounding or a bug is to blame, and which GEMM"
+    )
+    blame: str | None = option(
+        None,
+        "train nothing: load the checkpoint before this iteration, counted from 1 as Megatron prints it, say whether"
+        " rounding or a bug is to blame for it, and which GEMM, and exit",
+        metavar="STEP[,STEP]",
+    )
     seed: int = option(1234, "seed of stochastic rounding, probes and tie-breaking")
     dir: str | None = option(
         None,
@@ -258,6 +267,7 @@ class SnipConfig:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types, as ``config.json`` of the run directory holds them."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"budget": str(self.budget)}
+        del values["blame"], values["guard_blame"]  # which change no training
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 

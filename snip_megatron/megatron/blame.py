@@ -1,0 +1,127 @@
+"""``--snip-blame STEP``: the verdict about steps of a Megatron job, in place of its training.
+
+The job loads a checkpoint from before the step as in a resume, and reads its data in the same order. It trains and
+saves nothing, and ends with exit code 0. A step is the iteration that Megatron prints, counted from 1.
+"""
+
+import argparse
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from snip_megatron.layers.registry import LinearRegistry, load_map
+from snip_megatron.megatron import compat
+from snip_megatron.megatron.host import MegatronStep, StepCall
+from snip_megatron.megatron.startup import say
+from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.agreement import on_rank_zero
+from snip_megatron.runtime.blame import Job, Place, blame_step
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.exchange import Decision, MapChannel
+from snip_megatron.runtime.host import Host
+from snip_megatron.runtime.storage import write_atomically
+from snip_megatron.sensitivity.blame import Blame, Checkpoint
+
+
+def prepare_blame(config: SnipConfig, args: argparse.Namespace) -> None:
+    """Let the job load the last checkpoint before the first step, and write nothing of its own.
+
+    Raises SnipError if there is no such checkpoint.
+    """
+    steps = blamed_steps(config)
+    if compat.batch_size_ramp(args) is not None:
+        raise SnipError(f"--snip-blame cannot be combined with {compat.batch_size_ramp(args)}: microbatches before the"
+                        " step would be counted wrongly")  # fmt: skip
+    args.snip_blame_folder = config.dir or (str(Path(args.save) / "snip") if args.save else None)
+    args.save = args.tensorboard_dir = None
+    args.wandb_project = ""
+    if not args.load:
+        if steps[0] > 1:
+            raise SnipError(f"--snip-blame {steps[0]}: give --load, with a checkpoint from before iteration {steps[0]}")
+        return
+    if args.ckpt_step is None:
+        saved = [
+            int(match[1])
+            for path in Path(args.load).glob("iter_*")
+            if (match := re.fullmatch(r"iter_(\d{7})", path.name))
+        ]
+        before = [iteration for iteration in saved if iteration < steps[0]]
+        if saved and not before:
+            raise SnipError(
+                f"--snip-blame {steps[0]}: no checkpoint before it in --load {args.load}, whose first is of iteration"
+                f" {min(saved)}"
+            )
+        if before:
+            args.ckpt_step = max(before)
+
+
+def blamed_steps(config: SnipConfig) -> list[int]:
+    """Return the iterations of ``--snip-blame`` in order. Raises SnipError."""
+    words = (config.blame or "").split(",")
+    if not all(word.isascii() and word.isdigit() and int(word) for word in words):
+        raise SnipError(f"--snip-blame {config.blame}: must be iterations, counted from 1 and separated by commas")
+    return sorted({int(word) for word in words})
+
+
+def run_blame(
+    config: SnipConfig,
+    args: argparse.Namespace,
+    host: Host,
+    registry: LinearRegistry,
+    call: StepCall,
+    job: Job,
+    step_of: Callable[[StepCall], MegatronStep],
+) -> NoReturn:
+    """Print and write the verdict about every step, and end the process. Collective.
+
+    ``call`` is the first training step after loading, and ``step_of`` makes a host's step of it.
+    """
+    channel = MapChannel(registry.names, host.device)
+    folder = Path(channel.agree(on_rank_zero(lambda: args.snip_blame_folder or tempfile.mkdtemp(prefix="snip-blame-"))))
+    checkpoint = Checkpoint(str(args.load), call.step) if call.step else None
+    for iteration in blamed_steps(config):
+        skipped = iteration - 1 - call.step
+        if skipped < 0 or (skipped and checkpoint is None):
+            raise SnipError(
+                f"--snip-blame {iteration}: the checkpoint in --load {args.load} is of iteration {call.step}, not from"
+                " before it"
+            )
+        step = step_of(dataclasses.replace(call, step=iteration - 1))
+        step.first = skipped * call.num_microbatches
+        blame = blame_step(job, host, registry, step, Place(iteration, checkpoint, folder))
+        on_rank_zero(lambda blame=blame: _publish(blame, folder))  # type: ignore[misc]
+    if dist.is_initialized():
+        dist.barrier()
+    raise SystemExit(0)
+
+
+def _publish(blame: Blame, folder: Path) -> None:
+    path = folder / f"blame_{blame.step}.json"
+    write_atomically(path, blame.to_json().encode())
+    say(blame.text())
+    say(f"written to {path}")
+
+
+def map_of_job(
+    config: SnipConfig, registry: LinearRegistry, device: object, restored: PrecisionMap | None
+) -> PrecisionMap:
+    """Return the map under which the job trains: ``--snip-map``, or the checkpoint's. Collective. Raises SnipError."""
+    path = config.map
+    found = on_rank_zero(lambda: Decision(restored if path is None else load_map(path, registry.names)))
+    decision = MapChannel(registry.names, device).agree(found)  # type: ignore[arg-type]
+    if decision.precision_map is None:
+        raise SnipError(
+            "--snip-blame: the checkpoint holds no map of SNIP; give the map in force by --snip-map MAP.json"
+        )
+    return decision.precision_map
+
+
+def describe(precision_map: PrecisionMap, names: Sequence[str]) -> str:
+    """Return the formats of a map in words."""
+    return ", ".join(f"{count} GEMMs in {name}" for name, count in precision_map.counts(names).items())

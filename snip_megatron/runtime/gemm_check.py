@@ -1,0 +1,245 @@
+"""Compares the products of a pass with the reference's of the same inputs, and notes what rounding does to each.
+
+Errors do not propagate between GEMMs here: every one is compared on the inputs that the job's own pass gave it. So the
+first GEMM that differs is where a bug is, not where its effect first shows.
+"""
+
+import socket
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from snip_megatron.layers.context import LinearHandle
+from snip_megatron.precision import ALL_BF16, FOUR_BIT, Format, Formats, Gemm
+from snip_megatron.runtime.watched import ExactBackend, Product
+from snip_megatron.sensitivity.blame import Fault
+
+BOUND = {4: 20.0, 8: 25.0, 16: 30.0}
+"""Bits of a GEMM's format → least signal to noise ratio in dB of any row or column of a correct result, against the
+reference of the same inputs."""
+
+FLOOR = 1e-2
+"""Rows and columns whose mean square is below this share of the matrix's are judged as if they had this share."""
+
+FormatsOf = Callable[[LinearHandle], Formats]
+
+
+def bits_of(fmt: Format) -> int:
+    """Return the bits of a format: 4, 8 or 16."""
+    return 16 if fmt is Format.BF16 else 4 if fmt.base in FOUR_BIT else 8
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The worst signal to noise ratio of rows and columns in dB, and which ones are below the bound."""
+
+    sqnr: float
+    where: str
+
+
+def difference(reference: Tensor, result: Tensor, bound: float, noise: float = 0.0) -> Difference | None:
+    """Compare a result with its reference, both [rows, columns]. Returns None if the reference is not finite.
+
+    ``noise`` is the mean square of an error of each element that is no fault of the GEMM.
+    """
+    reference, result = reference.float(), result.float()
+    signal = reference.square()
+    if not torch.isfinite(signal.sum()) or not reference.numel():
+        return None
+    error = torch.where(torch.isfinite(result), (result - reference).square(), torch.inf)
+    worst, bad = 200.0, []
+    for axis in (1, 0):
+        signals, errors = signal.mean(axis), (error.mean(axis) - noise).clamp_min(0.0)
+        signals = signals + FLOOR * signals.mean()
+        ratios = torch.where(errors > 0, 10.0 * torch.log10(signals / errors), 200.0).clamp(-200.0, 200.0)
+        worst = min(worst, float(ratios.min()))
+        bad.append(torch.nonzero(ratios < bound).flatten().tolist())
+    rows, columns = (_ranges(each, size) for each, size in zip(bad, reference.shape, strict=True))
+    where = [text for text in (f"rows {rows}" if rows else "", f"columns {columns}" if columns else "") if text]
+    return Difference(worst, ", ".join(where) if where else "everywhere" if worst < bound else "")
+
+
+def _ranges(indices: list[int], size: int) -> str:
+    """Return the indices as ranges, the first three of them. Empty if there are none, or nearly all."""
+    if not indices or len(indices) > 0.9 * size:
+        return ""
+    ranges: list[list[int]] = []
+    for index in indices:
+        if ranges and index == ranges[-1][1] + 1:
+            ranges[-1][1] = index
+        else:
+            ranges.append([index, index])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
+    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+
+@dataclass
+class LocalFault:
+    """The first fault of a rank. ``order`` compares faults of all ranks by their place in a step."""
+
+    order: tuple[int, ...]
+    fault: Fault
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+
+class KernelCheck:
+    """Compares the products of the job's own kernels with the reference's. A :class:`Watcher`.
+
+    Attributes:
+        first: The first fault of this rank.
+        sqnr: (linear, GEMM) → the least signal to noise ratio so far.
+    """
+
+    def __init__(self, formats_of: FormatsOf, numerics: ExactBackend, bound: dict[int, float] | None = None) -> None:
+        self.formats_of, self._numerics, self._bound = formats_of, numerics, bound or BOUND
+        self.first: LocalFault | None = None
+        self.sqnr: dict[tuple[str, Gemm], float] = {}
+        self._calls: dict[Any, int] = defaultdict(int)
+
+    def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
+        """Compare one product."""
+        handle, noise = product.handle, 0.0
+        reference = product.exact(gemm, self._numerics)
+        if before is not None:  # what a sum in main_grad's dtype loses is no fault
+            eps = torch.finfo(before.dtype).eps
+            noise = float((before.float().square().mean() + reference.square().mean()) * eps**2)
+            result = result.float() - before.float()
+        bits = bits_of(product.formats[list(Gemm).index(gemm)])
+        compared = difference(reference, result, self._bound[bits], noise)
+        if compared is None:
+            return
+        key = handle.name, gemm
+        self.sqnr[key] = min(self.sqnr.get(key, 200.0), compared.sqnr)
+        call = self._calls[handle.name, handle.expert, gemm]
+        self._calls[handle.name, handle.expert, gemm] += 1
+        if compared.sqnr >= self._bound[bits]:
+            return
+        order = self.order_of(handle, gemm, call)
+        (left, left_spec, _), (right, right_spec, axis) = product.operands(gemm)
+        shape = (*reference.shape, right.shape[axis])
+        fault = Fault(
+            "gemm", handle.name, gemm.value, handle.expert, rank(), socket.gethostname(), library, shape,
+            compared.where, compared.sqnr, self._bound[bits],
+        )  # fmt: skip
+        tensors = {"left": left, "right": right, "result": result, "reference": reference}
+        self.note(LocalFault(order, fault, tensors | {"formats": (str(left_spec.formats), str(right_spec.formats))}))
+
+    def note(self, fault: LocalFault) -> None:
+        """Keep a fault if it is the first of this rank in execution order."""
+        if self.first is None or fault.order < self.first.order:
+            self.first = fault
+
+    def order_of(self, handle: LinearHandle, gemm: Gemm, microbatch: int) -> tuple[int, ...]:
+        """Return the place of a product in a step: microbatch, forward before backward, then layers as they run."""
+        position = handle.state.position
+        return microbatch, int(gemm is not Gemm.FPROP), position if gemm is Gemm.FPROP else -position, rank()
+
+    def on_backward(self, product: Product) -> None:
+        """Note nothing: products are compared one by one."""
+
+
+@dataclass
+class Effect:
+    """What rounding does to one GEMM on the inputs of a bf16 pass, as sums over the tokens of this rank.
+
+    Attributes:
+        loss: ⟨G, E⟩ of the error E of fprop, the change of the loss to first order.
+        fisher: Σ over tokens of ⟨G, E⟩², from which the change to second order follows.
+        error, signal, along: ‖E‖², ‖Y‖² and ⟨Y + E, Y⟩ of the GEMM's exact result Y.
+        mse: Sum over both operands of ‖Q(x) − x‖²/‖x‖². ``underflow``: the larger share of numbers rounded to zero.
+        count: Number of products.
+    """
+
+    loss: float = 0.0
+    fisher: float = 0.0
+    error: float = 0.0
+    signal: float = 0.0
+    along: float = 0.0
+    mse: float = 0.0
+    underflow: float = 0.0
+    count: float = 0.0
+
+
+COLUMNS = tuple(Effect.__dataclass_fields__)
+
+
+class RoundingEffects:
+    """Measures what the job's formats do to each GEMM, on the inputs of a bf16 pass. A :class:`Watcher`.
+
+    ``table`` has a row of :class:`Effect` for each GEMM of each linear of the model.
+    """
+
+    def __init__(self, formats_of: FormatsOf, numerics: ExactBackend, linears: int, device: torch.device) -> None:
+        self.formats_of, self._numerics = formats_of, numerics
+        self.table = torch.zeros(linears, len(Gemm), len(COLUMNS), dtype=torch.float64, device=device)
+
+    def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
+        """Note nothing: a backward has the inputs of all three GEMMs."""
+
+    def on_backward(self, product: Product) -> None:
+        """Add the effects of the three GEMMs of one microbatch."""
+        handle = product.handle
+        for index, (gemm, fmt) in enumerate(zip(Gemm, product.formats, strict=True)):
+            if fmt is Format.BF16:
+                continue
+            plain, rounded = product.exact(gemm, self._numerics, ALL_BF16), product.exact(gemm, self._numerics)
+            error = (rounded - plain).double()
+            row = torch.zeros(len(COLUMNS), dtype=torch.float64, device=self.table.device)
+            if gemm is Gemm.FPROP:
+                assert product.g is not None
+                of_tokens = (product.g.double() * error).sum(1)
+                row[0], row[1] = of_tokens.sum(), of_tokens.square().sum()
+            row[2], row[3] = error.square().sum(), plain.double().square().sum()
+            row[4], row[7] = (rounded.double() * plain.double()).sum(), 1.0
+            for x, spec, axis in product.operands(gemm):
+                numbers = self._numerics.numbers(self._numerics.quantize(x, spec)[1 - axis])
+                if numbers.shape != x.shape:  # a Hadamard transform pads
+                    continue
+                x = x.float()
+                row[5] += ((numbers - x).square().sum() / x.square().sum().clamp_min(1e-38)).double()
+                lost = ((numbers == 0) & (x != 0)).sum() / (x != 0).sum().clamp_min(1)
+                row[6] = torch.maximum(row[6], lost.double())
+            if not handle.repeats:
+                self.table[handle.state.position, index] += row
+
+    def reduced(self) -> list[list[Effect]]:
+        """Return the effects by linear and GEMM, summed over all ranks. Collective."""
+        if dist.is_initialized():
+            dist.all_reduce(self.table)
+        return [[Effect(*row) for row in of_linear] for of_linear in self.table.tolist()]
+
+
+def rank() -> int:
+    """Return this process's rank."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def first_of_ranks(local: LocalFault | None) -> tuple[Fault | None, bool]:
+    """Return the first fault in execution order of all ranks, and whether it is this rank's. Collective."""
+    every: list[Any] = [None if local is None else (local.order, local.fault)]
+    if dist.is_initialized():
+        every *= dist.get_world_size()
+        dist.all_gather_object(every, every[0])
+    present = [each for each in every if each is not None]
+    if not present:
+        return None, False
+    order, fault = min(present, key=lambda each: each[0])
+    return fault, local is not None and local.order == order and fault.rank == rank()
+
+
+def sqnr_over_ranks(sqnr: dict[tuple[str, Gemm], float]) -> dict[tuple[str, Gemm], float]:
+    """Return the least ratios of all ranks. Collective."""
+    if not dist.is_initialized():
+        return sqnr
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, sqnr)
+    least: dict[tuple[str, Gemm], float] = {}
+    for of_rank in every:
+        for key, value in of_rank.items():
+            least[key] = min(least.get(key, 200.0), value)
+    return least

@@ -1,0 +1,255 @@
+"""The result of ``snip blame``, ``snip.blame/1``: rounding or a bug, and which GEMM. Without torch.
+
+Three passes over the microbatches of one step are compared: in bf16, in the job's formats by the reference's exact
+numerics, and by the job's own kernels. A kernel that differs from the reference on the same inputs is a bug. If the
+reference itself is worse than bf16, rounding is to blame, and the GEMMs that cause it are the culprits.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from snip_megatron.precision.errors import located
+from snip_megatron.precision.strict_json import JsonFields, read_file, read_object
+
+BLAME_SCHEMA = "snip.blame/1"
+BUG, ROUNDING, NOT_PRECISION = "bug", "rounding", "not_precision"
+PASSES = ("bf16", "reference", "kernels")
+
+EXPLAINED = 0.9
+"""Share of the harm that the smallest set of culprits explains."""
+
+
+@dataclass(frozen=True)
+class PassFigures(JsonFields):
+    """The mean loss of a token in one pass, None if it is not finite, and whether loss and gradients are finite."""
+
+    loss: float | None
+    finite: bool
+
+
+@dataclass(frozen=True)
+class Fault(JsonFields):
+    """A bug: the first place in execution order where the job's own result differs from the reference's.
+
+    Attributes:
+        kind: ``gemm``, ``reduction``, ``gather``, ``replica``, ``cached_weight``, ``parameter``, ``gradient`` or
+            ``experts``.
+        linear: Name of the linear, or of a parameter.
+        gemm: The GEMM. None if the fault is in no GEMM.
+        expert: Global index of the expert. None if the linear belongs to none.
+        rank, host: Where the fault was found.
+        library: What multiplied.
+        shape: Rows, columns and depth of the GEMM on this rank.
+        where: Rows and columns of the result that differ.
+        sqnr, bound: Signal to noise ratio of the worst rows or columns, and the least ratio of a correct result, in dB.
+        inputs: File with the inputs, which reproduces the fault alone.
+    """
+
+    kind: str
+    linear: str
+    gemm: str | None
+    expert: int | None
+    rank: int
+    host: str
+    library: str
+    shape: tuple[int, ...]
+    where: str
+    sqnr: float
+    bound: float
+    inputs: str | None = None
+
+
+@dataclass(frozen=True)
+class Culprit(JsonFields):
+    """A GEMM whose rounding does harm, or a suspect. The first one is the culprit.
+
+    Attributes:
+        shard: Tensor parallel rank, if one shard alone is to blame.
+        loss_rise: What rounding of this GEMM alone adds to the loss, to first order.
+        gradient_error: Relative error of the gradient that this GEMM computes.
+        score: What ranks the suspects.
+        share: Share of the harm that disappears if this GEMM alone runs in bf16. None if it was not tried.
+        confirmed: Whether the GEMM is of the smallest set that explains most of the harm.
+    """
+
+    linear: str
+    gemm: str
+    expert: int | None
+    shard: int | None
+    format: str
+    loss_rise: float
+    gradient_error: float
+    score: float
+    share: float | None
+    confirmed: bool
+
+
+@dataclass(frozen=True)
+class Trial(JsonFields):
+    """One pass of the bisection: the number of GEMMs restored to bf16, and the share of the harm that disappeared."""
+
+    restored: int
+    explained: float
+
+
+@dataclass(frozen=True)
+class Harm(JsonFields):
+    """Figures of one GEMM of the model.
+
+    Attributes:
+        share: Its share of the scores of all GEMMs.
+        sqnr_of_kernel: The least signal to noise ratio of the job's kernel against the reference, in dB.
+        operand_mse: Mean over both operands of the squared error relative to the mean square.
+        underflow: Largest share of an operand's numbers other than zero that are rounded to zero.
+    """
+
+    linear: str
+    gemm: str
+    format: str
+    share: float
+    sqnr_of_kernel: float | None
+    operand_mse: float
+    underflow: float
+
+
+@dataclass(frozen=True)
+class Remedy(JsonFields):
+    """What leaves the culprits in bf16.
+
+    Attributes:
+        pins: Arguments of the job under SNIP.
+        map, megatron, recipe: Files: a map, Megatron's precision file, and Transformer Engine's recipe.
+        slowdown: Predicted time of a step over that without the remedy. None if no times are known.
+    """
+
+    pins: tuple[str, ...]
+    map: str | None = None
+    megatron: str | None = None
+    recipe: str | None = None
+    slowdown: float | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint(JsonFields):
+    """The checkpoint whose weights were used, and its step."""
+
+    path: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Blame(JsonFields):
+    """The verdict about one step. All ranks have the same."""
+
+    step: int
+    checkpoint: Checkpoint | None
+    job: str
+    formats: str
+    verdict: str
+    reason: str
+    passes: Mapping[str, PassFigures]
+    bug: Fault | None = None
+    culprits: tuple[Culprit, ...] = ()
+    bisection: tuple[Trial, ...] = ()
+    harm: tuple[Harm, ...] = ()
+    remedy: Remedy | None = None
+    seconds: float = 0.0
+    thresholds: Mapping[str, float] | None = None
+
+    def to_json(self) -> str:
+        """Return the content of a ``snip.blame/1`` file."""
+        return json.dumps({"format": BLAME_SCHEMA} | self.as_dict(), indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Blame":
+        """Read a file of :meth:`to_json`. Raises SnipError."""
+        content = read_file(path)
+        with located(str(path)):
+            body = read_object(content)
+            body.pop("format", None)
+            return cls.from_dict(body, "blame")
+
+    def text(self) -> str:
+        """Return the verdict as a page of text."""
+        title = {BUG: "a bug", ROUNDING: "rounding", NOT_PRECISION: "not precision"}[self.verdict]
+        lines = [f"step {self.step}: {title}", f"  {self.reason}"]
+        for name in PASSES:
+            if name in self.passes:
+                figures = self.passes[name]
+                loss = "not finite" if figures.loss is None else f"{figures.loss:.6f}"
+                lines.append(f"  loss, {name:9s} {loss}{'' if figures.finite else ', gradients not finite'}")
+        if self.bug is not None:
+            lines += _lines_of_fault(self.bug)
+        for culprit in self.culprits[:3]:
+            share = "" if culprit.share is None else f", {culprit.share:.0%} of the harm"
+            expert = "" if culprit.expert is None else f", expert {culprit.expert}"
+            lines.append(f"  {'culprit' if culprit.confirmed else 'suspect'}: {culprit.linear}:{culprit.gemm}{expert}"
+                         f" in {culprit.format}{share}")  # fmt: skip
+        if self.remedy is not None:
+            lines.append(f"  remedy: {' '.join(self.remedy.pins)}")
+        return "\n".join(lines)
+
+
+def _lines_of_fault(fault: Fault) -> list[str]:
+    gemm = "" if fault.gemm is None else f":{fault.gemm}"
+    expert = "" if fault.expert is None else f", expert {fault.expert}"
+    shape = " x ".join(map(str, fault.shape))
+    lines = [
+        f"  {fault.kind}: {fault.linear}{gemm}{expert}",
+        f"  rank {fault.rank} on {fault.host}, {fault.library}{f', {shape}' if shape else ''}: {fault.where}",
+        f"  signal to noise {fault.sqnr:.1f} dB, a correct result has {fault.bound:.0f} dB or more",
+    ]
+    return lines if fault.inputs is None else [*lines, f"  inputs: {fault.inputs}"]
+
+
+def smallest_set[T](
+    ranked: Sequence[T], explained: Callable[[Sequence[T]], float], share: float = EXPLAINED
+) -> tuple[list[T], list[Trial]]:
+    """Return the smallest set that explains ``share`` of the harm, by halves, and the trials in order.
+
+    First the shortest head of the ranking is sought that explains enough, then halves, quarters, ... of it are left
+    out where the rest still does.
+
+    Args:
+        ranked: The suspects, the worst first.
+        explained: Share of the harm that disappears without these suspects. It is called once for each set.
+    """
+    trials: list[Trial] = []
+    known: dict[tuple[int, ...], float] = {}
+
+    def enough(indices: Sequence[int]) -> bool:
+        key = tuple(indices)
+        if key not in known:
+            known[key] = explained([ranked[i] for i in key])
+            trials.append(Trial(len(key), known[key]))
+        return known[key] >= share
+
+    low, high = 0, 1  # no head of `low` explains enough
+    while high < len(ranked) and not enough(range(high)):
+        low, high = high, min(4 * high, len(ranked))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(range(middle)) else (middle, high)
+    chosen = list(range(min(high, len(ranked))))
+    size = len(chosen) // 2
+    while size:
+        start = len(chosen) - size
+        while start >= 0 and len(chosen) > 1:  # the worst suspects last
+            rest = chosen[:start] + chosen[start + size :]
+            if rest and enough(rest):
+                chosen = rest
+            start = min(start, len(chosen)) - size
+        size //= 2
+    return [ranked[i] for i in chosen], trials
+
+
+def in_dB(signal: float, noise: float) -> float:
+    """Return a signal to noise ratio of energies in dB, at most ±200."""
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return -200.0
+    if noise <= 0.0:
+        return 200.0
+    return max(-200.0, min(200.0, 10.0 * math.log10(max(signal, 1e-300) / noise)))
