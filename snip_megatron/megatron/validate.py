@@ -36,6 +36,7 @@ def _more_than_one(value: Any) -> bool:
 
 
 _OWN_PRECISION = "SNIP chooses the precision of the linears itself; leave it out"
+_WHOLE_SHARDS = "quantised linears hold their whole shard of the weight; leave it out"
 
 CONFLICTS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "--te-precision-config-file": ("te_precision_config_file", bool, _OWN_PRECISION),
@@ -46,11 +47,8 @@ CONFLICTS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
         bool,
         "a captured optimizer step would not see the gradient buffers as probes leave them; leave it out",
     ),
-    "--tensor-parallel-num-weight-shards": (
-        "gtp_weight_remat_size",
-        _more_than_one,
-        "quantised linears hold their whole shard of the weight; leave it out",
-    ),
+    "--tensor-parallel-num-weight-shards": ("gtp_weight_remat_size", _more_than_one, _WHOLE_SHARDS),
+    "--expert-tensor-parallel-num-weight-shards": ("expert_gtp_weight_remat_size", _more_than_one, _WHOLE_SHARDS),
     "--mlp-chunks-for-training": (
         "mlp_chunks_for_training",
         _more_than_one,

@@ -20,6 +20,8 @@ RECIPES: dict[str, tuple[str, ...]] = {
 
 # fmt: off
 _OFF: dict[str, Any] = dict.fromkeys(("fp8", "fp4", "moe_expert_rank_capacity_factor")) | dict.fromkeys(
+    ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"), "bf16"  # since 0.20
+) | dict.fromkeys(
     (
         "fp8_param", "fp4_param", "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag",
         "fp8_dot_product_attention", "fp8_multi_head_attention", "fp8_output_proj",
@@ -35,9 +37,13 @@ _OFF: dict[str, Any] = dict.fromkeys(("fp8", "fp4", "moe_expert_rank_capacity_fa
 Delayed wgrads stay, but beside CUDA graphs only where :func:`may_delay_wgrads` allows it: a GEMM must add them to
 ``main_grad``, which has a fixed address. ``moe_paged_stash``, ``moe_ncclep_*`` and ``moe_expert_rank_capacity_factor``
 serve fused operations, whose buffers of tokens have a fixed size. Megatron runs a step again without that bound if its
-tokens do not fit, so that training is the same without the bound. Only the backend ncclep needs it. Experts whose rows
-or parameters are Transformer Engine's grouped tensors have their GEMMs inside it: each has a weight of its own instead.
+tokens do not fit, so that training is the same without it. Only 0.19's backend ncclep needs the bound. Experts whose
+rows or parameters are Transformer Engine's grouped tensors have their GEMMs inside it: each has a weight of its own.
 """
+
+
+_OF_0_19 = "moe_ncclep_static_shape"
+"""A setting that 0.20 no longer has."""
 
 
 def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:
@@ -46,7 +52,7 @@ def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:
     Returns a line to print, empty if nothing was on, and the formats of the recipe.
     """
     on = {name: value for name, off in _OFF.items() if (value := getattr(settings, name, off)) not in (off, None)}
-    if getattr(settings, "moe_flex_dispatcher_backend", None) == "ncclep":
+    if getattr(settings, "moe_flex_dispatcher_backend", None) == "ncclep" and hasattr(settings, _OF_0_19):
         on.pop("moe_expert_rank_capacity_factor", None)
     if may_delay_wgrads(settings):
         on.pop("delay_wgrad_compute", None)

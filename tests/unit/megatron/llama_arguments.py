@@ -27,6 +27,7 @@ _DERIVED: dict[str, Any] = {
     "accumulate_allreduce_grads_in_fp32": True,
     "virtual_pipeline_model_parallel_size": None,
     "gtp_weight_remat_size": 1,
+    "expert_gtp_weight_remat_size": 1,
 }
 
 EXPERTS: dict[str, Any] = {
