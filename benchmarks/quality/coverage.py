@@ -113,7 +113,6 @@ def configuration(case: str, given: dict[str, Any], environment: dict[str, Any])
 
     from snip_megatron.megatron.compat import pretraining
     from snip_megatron.megatron.datasets import check_kind_of_data
-    from snip_megatron.megatron.validate import check_layers_of_experts
 
     words = [*command_line(given), *SNIP]
     if {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(words):
@@ -131,7 +130,6 @@ def configuration(case: str, given: dict[str, Any], environment: dict[str, Any])
 
         def of_entry(config: SnipConfig) -> argparse.Namespace:
             check_kind_of_data(args)
-            check_layers_of_experts(args)
             return args
 
         return _checked(case, resolve_arguments(args), of_entry, model)

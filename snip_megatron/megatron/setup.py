@@ -119,11 +119,6 @@ class SnipRun:
             )
         if getattr(self._args, "tp_comm_overlap", False):
             say("--tp-comm-overlap: linears gather and scatter beside their GEMMs only where all three are bf16")
-        if validate.scales_experts_again(self._args):
-            say(
-                "--use-megatron-fsdp: Megatron scales down gradients of experts of a step's earlier microbatches again,"
-                " because one rank holds each expert: a smaller --expert-model-parallel-size, or one microbatch a step"
-            )
 
     def _leave_earlier_start(self) -> None:
         """Close what belongs to the previous model when an in-process restart builds a new one.

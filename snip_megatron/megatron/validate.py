@@ -129,20 +129,6 @@ def _check_engine(args: argparse.Namespace) -> None:
             )
 
 
-def check_layers_of_experts(args: argparse.Namespace) -> None:
-    """Raise SnipError if ``--moe-layer-freq`` is no pattern of the layers. Megatron itself reports it late.
-
-    The value is a number n, for every n-th layer, or a list with a flag for each layer.
-    """
-    pattern = args.moe_layer_freq
-    if not getattr(args, "num_experts", None) or (isinstance(pattern, int) and pattern >= 1):
-        return
-    if isinstance(pattern, int):
-        raise SnipError(f"--moe-layer-freq {pattern}: give 1 or more, or a list with a 0 or a 1 for each layer")
-    if len(pattern) != args.num_layers:
-        raise SnipError(f"--moe-layer-freq names {len(pattern)} layers, the decoder has {args.num_layers}")
-
-
 def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
     """Raise SnipError if CUDA graphs cannot work here, or not with another argument."""
     implementation = compat.graph_implementation(args)
@@ -183,7 +169,6 @@ def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
     optimizer = args.optimizer.removeprefix("dist_")  # Bridge's recipes have Megatron's older name of sharded Muon
     if optimizer in compat.NEEDS_PACKAGE and not compat.has_package():
         raise SnipError(f"--optimizer {optimizer} needs a package that is not here: pip install {compat.PACKAGE}")
-    _check_sharding(args)
     if not config.updates or not needs_forward_noise(config.request()):
         return
     if optimizer != "adam":
@@ -195,20 +180,6 @@ def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
         raise SnipError(
             f"--snip-first-update 0 cannot be combined with --snip-estimator {config.estimator}: {optimizer}"
             " has no moments before its first step; use --snip-first-update 1 or later"
-        )
-
-
-def _check_sharding(args: argparse.Namespace) -> None:
-    """Raise SnipError if Megatron cannot shard this optimizer. Megatron itself reports it late or not at all."""
-    if args.optimizer == "sgd" and args.use_distributed_optimizer:
-        raise SnipError(
-            "--optimizer sgd cannot be combined with --use-distributed-optimizer: Megatron shards the state of adam"
-            " alone; leave one of them out"
-        )
-    if getattr(args, "use_layer_wise_distributed_optimizer", False) and not args.bf16:
-        raise SnipError(
-            f"--optimizer {args.optimizer} with --use-distributed-optimizer needs --bf16: Megatron shares out whole"
-            " parameters of 16-bit models only; add --bf16 or leave --use-distributed-optimizer out"
         )
 
 
@@ -262,20 +233,6 @@ def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
                 f"{argument} cannot be combined with {option} under --snip; {way}, or use --use-distributed-optimizer"
                 " alone"
             )
-
-
-def scales_experts_again(args: argparse.Namespace) -> bool:
-    """Return whether Megatron-FSDP (0.19) scales down gradients of experts of a step's earlier microbatches again.
-
-    It scales and reduces a buffer of gradients in every microbatch. Where only one rank has an expert, the gradients of
-    all microbatches are summed in that buffer.
-    """
-    if not getattr(args, "use_megatron_fsdp", False) or not args.num_experts or args.calculate_per_token_loss:
-        return False
-    ranks = args.data_parallel_size * args.context_parallel_size * args.tensor_model_parallel_size
-    sharing = (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
-    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    return bool(ranks == sharing and args.data_parallel_size > 1 and microbatches > 1)
 
 
 def _check_fixed_map(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:

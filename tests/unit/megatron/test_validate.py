@@ -14,7 +14,6 @@ from megatron.core.transformer.enums import CudaGraphModule
 from snip_megatron.megatron import validate
 from snip_megatron.megatron.validate import CONFLICTS, cut_tiles
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
 
 CONTEXT = {"transformer_impl": "transformer_engine"}
@@ -124,11 +123,6 @@ OF_FP8 = "--snip-gradient-reduction fp8"
          "--grad-reduce-in-bf16 cannot be combined with --snip-gradient-reduction fp8", ""),
         ({"optimizer": "muon"}, NOISE, "--optimizer muon cannot be combined with --snip-estimator noise",
          "knows the update of adam alone"),
-        ({"optimizer": "sgd", "use_distributed_optimizer": True}, FISHER,
-         "--optimizer sgd cannot be combined with --use-distributed-optimizer", ""),
-        # Megatron's own validation turns the distributed optimizer into the layer-wise one.
-        ({"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "bf16": False}, {},
-         "--optimizer muon with --use-distributed-optimizer needs --bf16", ""),
         ({}, FIRST | NOISE, "", "--snip-first-update 0"),
     ],
     ids=str,
@@ -137,19 +131,6 @@ def test_what_does_not(given: dict[str, Any], snip: dict[str, Any], start: str, 
     found = refused(config(**snip), arguments(**given))
     assert found.startswith(start)
     assert words in found
-
-
-def test_megatron_fsdp_scales_experts_again_where_one_rank_holds_each() -> None:
-    ranks = {"data_parallel_size": 4, "micro_batch_size": 1, "expert_model_parallel_size": 4}
-    whole = FULLY_SHARDED | EXPERTS | ranks
-    assert validate.scales_experts_again(arguments(**whole))
-    for otherwise in (
-        {"use_megatron_fsdp": False},
-        {"expert_model_parallel_size": 2},
-        {"global_batch_size": 4},
-        {"calculate_per_token_loss": True},
-    ):
-        assert not validate.scales_experts_again(arguments(**whole | otherwise)), otherwise
 
 
 def test_cuda_graphs_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,15 +244,6 @@ def test_routed_and_shared_experts_are_candidates() -> None:
     of_engine = {"transformer_impl": "transformer_engine", "context_parallel_size": 2, "moe_router_fusion": True}
     check(config(), arguments(**{**EXPERTS, **of_engine}))
     check(config(budget="loss=0.01", timings="flops"), arguments(**EXPERTS, data_parallel_size=1, micro_batch_size=2))
-
-
-def test_a_pattern_of_layers_of_experts_fits_the_decoder() -> None:
-    args = arguments(**EXPERTS)
-    validate.check_layers_of_experts(args)
-    for pattern, words in ((0, "--moe-layer-freq 0: give 1 or more"), ([0, 1], "names 2 layers, the decoder has 4")):
-        args.moe_layer_freq = pattern
-        with pytest.raises(SnipError, match=words):
-            validate.check_layers_of_experts(args)
 
 
 # -- maps over time ------------------------------------------------------------------------------------------------
