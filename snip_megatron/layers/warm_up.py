@@ -132,19 +132,12 @@ def covering(options: tuple[Sequence[Format], Sequence[Format], Sequence[Format]
     ``options`` are possible formats of fprop, dgrad and wgrad, which are ``alike`` if the three GEMMs of a linear
     always have the same.
     """
-    chosen = [(a, b, c) for a, b, c in itertools.product(*options) if not alike or a is b is c]
-    choices: list[Formats] = []
-    seen: set[tuple[int, Format, Format]] = set()
-    # Greedy: take the choice with the most missing pairs. With two formats per GEMM, this takes four of eight choices.
-    while chosen:
-        best = max(chosen, key=lambda formats: len(_pairs(formats) - seen))
-        if _pairs(best) <= seen:
-            break
-        choices.append(best)
-        seen |= _pairs(best)
-    return choices
-
-
-def _pairs(formats: Formats) -> set[tuple[int, Format, Format]]:
-    fprop, dgrad, wgrad = formats
-    return {(0, fprop, wgrad), (1, fprop, dgrad), (2, dgrad, wgrad)}  # of X, of W, of G
+    if alike:
+        return [(fmt, fmt, fmt) for fmt in options[0] if fmt in options[1] and fmt in options[2]]
+    fprops, dgrads, wgrads = options
+    length = max(map(len, options))
+    choices = [
+        (fprops[i % len(fprops)], dgrads[j % len(dgrads)], wgrads[(i + j) % len(wgrads)])
+        for i, j in itertools.product(range(length), repeat=2)
+    ]
+    return list(dict.fromkeys(choices))

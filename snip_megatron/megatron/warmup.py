@@ -2,7 +2,7 @@
 
 The kernels are those of every format that a linear of this rank may get, and those of probes. The code of training runs
 once on small tensors to list them. Processes of low priority then compile them, each a share of the kernels of all
-ranks. Training waits only for the kernels of a map that is in force at its first step.
+ranks. Training waits for them only if a map that quantises is in force at its first step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ from snip_megatron.numerics.products.check import wrong_numbers
 from snip_megatron.numerics.products.hopper import NATIVE
 from snip_megatron.numerics.products.selection import launch_from_cpp
 from snip_megatron.numerics.quantize.kernels import has_kernels
-from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm, PrecisionMap, option_id
+from snip_megatron.precision import Format, Formats, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.runtime.agreement import agree_about_deepgemm
 from snip_megatron.runtime.config import SnipConfig
@@ -73,20 +72,21 @@ class WarmUp:
         weight = next((handle.weight for handle in self.registry), None)
         if not torch.cuda.is_available() or not (weight is None or has_kernels(weight)):
             return True
-        listed = self._listed(in_force=True), self._listed(in_force=False)
+        listed = self._listed()
         torch.cuda.empty_cache()
-        gathered: list[tuple[list[str | Source], list[str | Source]]] = [([], [])] * dist.get_world_size()
+        gathered: list[list[str | Source]] = [[]] * dist.get_world_size()
         dist.all_gather_object(gathered, listed)
-        now, later = ({kernel for listed in gathered for kernel in listed[i]} for i in (0, 1))
-        if now:
-            self._compile_first(now)
-            self._check()
-        self._compilation = self._compiling(now | later)
+        kernels = {kernel for listed in gathered for kernel in listed}
+        self._compilation = self._compiling(kernels)
+        if self.registry.context.map_is_quantized:
+            if self._compilation.processes:
+                say(f"compiling {len(kernels)} kernels, for which the map in force waits ...")
+            self._compilation.running(math.inf)
         device = torch.device("cuda", torch.cuda.current_device())
         running = torch.tensor(float(self._compilation.running()), device=device)
         dist.all_reduce(running)
         if float(running):
-            say(f"compiling {len(now | later)} kernels beside the training; the next map waits for them")
+            say(f"compiling {len(kernels)} kernels beside the training; the next map waits for them")
         return not float(running)
 
     def finish(self, seconds: float = math.inf) -> bool:
@@ -132,17 +132,6 @@ class WarmUp:
             self._compilation.close()
 
     # -- compilation -------------------------------------------------------------------------------------------
-    def _compile_first(self, variants: Iterable[str | Source]) -> None:
-        """Compile the kernels of the map in force, for which the first step waits."""
-        started = time.perf_counter()
-        compilation = self._compiling(variants)
-        if compilation.processes:
-            say(f"compiling {compilation.kernels} kernels of the map in force ...")
-        compilation.running(math.inf)
-        dist.barrier()
-        if compilation.processes:
-            say(f"compiled in {time.perf_counter() - started:.1f} s")
-
     def _compiling(self, variants: Iterable[str | Source]) -> Compilation:
         """Start to compile this rank's share of ``variants``, the kernels of all ranks."""
         from triton.runtime import driver
@@ -155,18 +144,18 @@ class WarmUp:
         replays = self._cpp_replay and rank == 0
         return Compilation(share, driver.active.get_current_target(), processes, replays=replays)
 
-    def _listed(self, *, in_force: bool) -> list[str | Source]:
+    def _listed(self) -> list[str | Source]:
         from snip_megatron.numerics.quantize.kernels.launch import list_launches
 
         backend = self.registry.context.backend
         with list_launches(rows=self.host.tokens or 0) as listing:
-            self.run_once(in_force=in_force)
-            if self.times is not None and not in_force:
+            self.run_once()
+            if self.times is not None:
                 self.times()
-        if self._formats_in_use and (listing.kernels or not in_force):
+        if self._formats_in_use:
             with list_launches() as compared:  # of small matrices, whose sizes are not replaced
                 backend.check("cuda", self._formats_in_use)
-                for fmt in self._replayed_formats if self._cpp_replay and not in_force else ():
+                for fmt in self._replayed_formats if self._cpp_replay else ():
                     wrong_numbers(backend, "cuda", [fmt])
             listing.kernels |= compared.kernels
         return list(listing.kernels)
@@ -180,14 +169,11 @@ class WarmUp:
         return [fmt for fmt in map(Format, self.config.formats) if fmt in NATIVE]
 
     # -- what is run -------------------------------------------------------------------------------------------
-    def run_once(self, *, in_force: bool = False) -> None:
-        """Run once, for each kind of linear, all GEMMs and kernels of steps, probes and adoptions on this rank.
-
-        If ``in_force``, only those of the map in force are run.
-        """
-        updates = self.config.updates and not in_force
+    def run_once(self) -> None:
+        """Run once, for each kind of linear, all GEMMs and kernels of steps, probes and adoptions on this rank."""
+        updates = self.config.updates
         sharded = self.host.optimizer_sharded and self.host.groups.dp_size > 1
-        for handle, formats in self._kinds(in_force=in_force):
+        for handle, formats in self._kinds():
             for tokens in self._tokens(handle):
                 gathered = self.host.sequence_parallel and handle.parallel == "column"
                 linear = warm_up_linear(handle, tokens, whole_x=gathered, graphed=handle.state.graphed is not None)
@@ -208,17 +194,16 @@ class WarmUp:
             tokens = _ROWS * handle.tp_size + tokens % shards
         return [tokens] if handle.expert is None else [tokens, tokens + 1]
 
-    def _kinds(self, *, in_force: bool) -> Iterator[tuple[LinearHandle, list[Formats]]]:
+    def _kinds(self) -> Iterator[tuple[LinearHandle, list[Formats]]]:
         """Yield one linear of each shape, with the formats that all linears of this shape may get."""
         kinds: dict[tuple[object, ...], tuple[LinearHandle, dict[Formats, None]]] = {}
         for handle in self.registry:
             expert, weight = handle.expert is not None, tuple(handle.weight.shape)
             key = weight, handle.parallel, expert, handle.state.beside_swiglu
             _, formats = kinds.setdefault(key, (handle, {}))
-            formats |= dict.fromkeys([handle.formats] if in_force else self._formats(handle))
+            formats |= dict.fromkeys(self._formats(handle))
         for handle, formats in kinds.values():
-            if not in_force or set(formats) != {ALL_BF16}:
-                yield handle, list(formats)
+            yield handle, list(formats)
 
     def _formats(self, handle: LinearHandle) -> Iterable[Formats]:
         """Yield the formats in force, and those that an update, a later phase or a replay may adopt."""

@@ -224,7 +224,7 @@ class Kernels(Protocol):
     """The kernels of a run, which are compiled beside the training."""
 
     def begin(self) -> bool:
-        """Compile what the map in force runs, and begin to compile what updates and later maps run. Collective.
+        """Begin to compile what steps, updates and later maps run, and wait if a map in force needs it. Collective.
 
         Returns whether all ranks have all kernels.
         """
