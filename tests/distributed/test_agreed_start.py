@@ -36,9 +36,7 @@ def only_line(process: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.parametrize(
     ("unlike", "field", "value", "expected"),
     [
-        ("argument=--snip-formats fp8,mxfp4", "--snip-formats", "fp8,mxfp4", "fp8,fp4"),
         ("argument=--clip-grad 2", "--clip-grad", "2.0", "1.0"),
-        ("release=torch==2.9.9", "torch", "2.9.9", torch.__version__),
         ("commit=0123456789ab\n1:node=", "snip_megatron", f"{VERSION} 0123456789ab", f"{VERSION} abcdef"),
     ],
 )
@@ -83,11 +81,6 @@ def test_a_rank_without_snip_ends_the_start(warm: WarmRanks, tmp_path: Path) -> 
         ("1:argument=--snip-lag soon", "rank 1 (HOST): argument --snip-lag: invalid int value: 'soon'", 2),
         (  # at rank 0's run directory, after the process group is there
             "0:broken=snip_megatron.megatron.setup:open_run_directory",
-            "rank 0 (HOST): PermissionError: [Errno 13] Permission denied: '/home/user'",
-            1,
-        ),
-        (  # before it
-            "0:broken=snip_megatron.megatron.attachment:configuration",
             "rank 0 (HOST): PermissionError: [Errno 13] Permission denied: '/home/user'",
             1,
         ),

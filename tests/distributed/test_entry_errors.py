@@ -39,17 +39,9 @@ def test_what_ranks_that_communicate_find_is_one_line_over_all_ranks(
     assert "Traceback" not in process.stderr
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (["--snip-lag", "soon"], "argument --snip-lag: invalid int value: 'soon'"),
-        (["--snip-buget", "1"], "unrecognized arguments: --snip-buget; did you mean --snip-budget?"),
-        (["--snip-no-compat", "cpu"], "no CUDA device is visible and --snip-no-compat cpu forbids running on the CPU"),
-        (["--yaml-cfg", "run.yaml", "--snip"], "--yaml-cfg is not supported: "),
-    ],
-)
-def test_wrong_argument_is_one_line_without_a_launcher(extra: list[str], message: str, tmp_path: Path) -> None:
-    check_refusal(run_alone(tiny_llama_args(*extra), tmp=tmp_path), message)
+def test_wrong_argument_is_one_line_without_a_launcher(tmp_path: Path) -> None:
+    process = run_alone(tiny_llama_args("--snip-lag", "soon"), tmp=tmp_path)
+    check_refusal(process, "argument --snip-lag: invalid int value: 'soon'")
 
 
 @pytest.mark.parametrize(
@@ -58,15 +50,15 @@ def test_wrong_argument_is_one_line_without_a_launcher(extra: list[str], message
         (["--snip", "--snip-budget", "fp4=1.7"], "--snip-budget fp4=1.7: the share must be a number between 0 and 1"),
         (["--snip", "--snip-map", "/dev/null"], "--snip-map /dev/null: not JSON"),
         (["--snip-policy", "fisher"], "--snip-policy has no effect without --snip: add --snip, or leave it out"),
-        (["--num-layer", "2"], "unrecognized arguments: --num-layer 2; did you mean --num-layers?"),
+        (["--snip-buget", "1"], "unrecognized arguments: --snip-buget; did you mean --snip-budget?"),
+        (["--snip-no-compat", "cpu"], "no CUDA device is visible and --snip-no-compat cpu forbids running on the CPU"),
+        (["--yaml-cfg", "run.yaml", "--snip"], "--yaml-cfg is not supported: "),
         (["--tensor-model-parallel-size", "2"], "Megatron refuses the arguments: world size (1) is not divisible"),
         (["--hidden-size", "66"], "Megatron refuses the arguments: assert args.hidden_size % args.num_attention_heads"),
-        (["--recompute-granularity", "full"], "Megatron refuses the arguments: Using recompute_granularity: full so"),
         (
             ["--attention-backend", "local"],
             "Megatron refuses the arguments: TypeError: 'NoneType' object is not sub",
         ),
-        (["--num-experts", "4", "--moe-layer-freq", "[1,0"], "Megatron refuses the arguments: SyntaxError: '[' was "),
         (["--non-persistent-ckpt-type", "local"], "Megatron refuses the arguments: nvidia_resiliency_ext is required "),
         (["--logits-load-dir", "logits"], "--logits-load-dir is not supported by this entry"),
         (["--snip", "--mlp-chunks-for-training", "2"], "--mlp-chunks-for-training 2 cannot be combined with --snip: "),
@@ -114,13 +106,6 @@ def test_an_optimizer_whose_update_is_not_known_is_refused_before_the_first_step
     assert line.startswith("pretrain_gpt: the optimizer adds weight decay to gradients (decoupled_weight_d")
     assert losses(process) == {}
     assert not (tmp_path / "run").exists()
-
-
-def test_an_optimizer_whose_update_nobody_needs_is_not_refused(warm: WarmRanks, tmp_path: Path) -> None:
-    args = tiny_llama_args(
-        "--snip", "--snip-first-update", "1", "--snip-lag", "1", "--snip-estimator", "fisher", iters=3
-    )
-    warm.succeed(1, args, tmp=tmp_path, module="altered_pretrain", env={"ALTER": "couple"})
 
 
 def test_a_schedule_that_megatron_refuses_is_one_line(warm: WarmRanks, tmp_path: Path) -> None:

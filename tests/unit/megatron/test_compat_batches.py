@@ -1,11 +1,12 @@
-"""Looking at the next batches changes nothing for training."""
+"""Looking at the next batches, and passes that are no training, change nothing for training."""
 
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
 
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat.batches import PeekableIterator
@@ -88,3 +89,14 @@ def test_external_loaders_keep_their_methods() -> None:
     compat.repeated(data, range(1))
     assert data.iterable.save_state() == "state"  # type: ignore[attr-defined]
     assert not hasattr(data.iterable, "other")
+
+
+def test_a_broken_loss_outside_of_training_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    machine = get_rerun_state_machine()
+    result = {"result": torch.tensor(float("nan")), "rejection_func": torch.isnan, "message": "NaN", "tolerance": 0.0}
+    with compat.rerun_disabled():
+        machine.validate_result(**result, fatal=True)
+    monkeypatch.setattr(machine, "mode", RerunMode.DISABLED)
+    with pytest.raises(RuntimeError, match="NaN"):
+        machine.validate_result(**result, fatal=True)

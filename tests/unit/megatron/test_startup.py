@@ -1,4 +1,4 @@
-"""What is decided before torch and Megatron are imported, and how the entry reports an error."""
+"""What is decided before torch and Megatron are imported, and how the entry reports an error; Megatron's names."""
 
 import os
 from pathlib import Path
@@ -9,6 +9,8 @@ import torch
 
 from snip_megatron import pretrain_gpt
 from snip_megatron.megatron import startup
+from snip_megatron.megatron.compat.versions import check_names, check_signature
+from snip_megatron.megatron.startup import SUPPORTED, check_version
 from snip_megatron.precision.errors import SnipError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -71,3 +73,29 @@ def test_one_line(
     assert capsys.readouterr().err == printed
     # Leaving at once would have the launcher kill rank 0 before it has printed.
     assert waited == waits
+
+
+@pytest.mark.parametrize(
+    ("text", "version"), [("0.19.2", (0, 19)), ("0.19.3rc3+ab12", (0, 19)), ("0.20.0rc0", (0, 20)), ("1.0", (1, 0))]
+)
+def test_supported(text: str, version: tuple[int, int]) -> None:
+    assert check_version(text) == version
+
+
+@pytest.mark.parametrize("text", ["0.18.2", "0.19.1", "0.19", "core"])
+def test_unsupported(text: str) -> None:
+    with pytest.raises(SnipError, match=SUPPORTED):
+        check_version(text)
+
+
+def test_signatures_and_names_that_we_rely_on_are_checked() -> None:
+    def function(a: Any, b: Any, c: Any = None) -> None:
+        check_version("0.19.2")
+
+    check_signature(function, "a", "b")
+    with pytest.raises(SnipError, match=r"function takes \(a, b, c\), expected"):
+        check_signature(function, "a", "b", "c", "d")
+    check_names(function, "check_version")
+    for owner in (function, pytest):
+        with pytest.raises(SnipError, match=r"(function|pytest) has no tomorrow, yesterday"):
+            check_names(owner, "tomorrow", "yesterday")
