@@ -89,16 +89,11 @@ def attach[Pretrain: Callable[..., Any]](
 def _is_active(enabled: bool, current: startup.Startup) -> bool:
     """Return whether SNIP has an effect: under ``--snip``, and on the CPU, where Megatron needs compatibility sets.
 
-    Without ``--snip`` no release of Megatron is refused. Raises SnipError if SNIP cannot work with this one.
+    Raises SnipError if it has, and cannot work with this release of Megatron.
     """
-    try:
-        if enabled or current.on_cpu:
-            with startup.names_checked():
-                from snip_megatron.megatron import attachment  # noqa: F401 - imports all modules with Megatron's names
-    except SnipError:
-        if enabled:
-            raise
-        return False
+    if enabled or current.on_cpu:
+        with startup.names_checked():
+            from snip_megatron.megatron import attachment  # noqa: F401 - imports all modules with Megatron's names
     return enabled or current.on_cpu
 
 

@@ -89,7 +89,7 @@ class GraphedRun:
     def __init__(self, args: argparse.Namespace) -> None:
         implementation = compat.graph_implementation(args)
         self._args = args
-        self._graphs = None if implementation is None else compat.IMPLEMENTATIONS[implementation]()
+        self._graphs = None if implementation is None else compat.IMPLEMENTATIONS[implementation](self._accumulating)
         self._registry: LinearRegistry | None = None
         self._model: list[torch.nn.Module] = []
         self._generation = 0
@@ -115,7 +115,6 @@ class GraphedRun:
         self._graphed = [linear for linear in registry if linear.expert is None]  # the host counts an expert's rows
         chunk_of = {id(parameter): i for i, chunk in enumerate(model) for parameter in chunk.parameters()}
         chunks = [chunk_of[id(linear.weight)] for linear in self._graphed]
-        self._graphs.set_accumulating(self._accumulating)
         registry.device = DeviceStep(self._graphed, chunks, next(iter(registry)).weight.device)
         # A capture collects garbage twice, each time through all objects. Objects of imported modules live as long as
         # the process. Without them, a new capture delays the training less.

@@ -271,17 +271,11 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[in
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``, from which transformers' AutoTokenizer loads it."""
-    folder.mkdir(parents=True)
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    configuration = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_DOCUMENT,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 10**9,
-    }
-    text = json.dumps(configuration, indent=1, sort_keys=True) + "\n"
-    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    """Write the files from which transformers' AutoTokenizer loads ``tokenizer``."""
+    from transformers import PreTrainedTokenizerFast
+
+    options = {"eos_token": END_OF_DOCUMENT, "clean_up_tokenization_spaces": False, "model_max_length": 10**9}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(folder)
 
 
 # -- output ----------------------------------------------------------------------------------------------------

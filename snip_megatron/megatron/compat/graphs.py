@@ -106,11 +106,13 @@ class RecaptureError(Exception):
 class Graphs:
     """Base class of the graphs of one implementation in this process.
 
-    ``seconds`` are those of the captures since the last call of :meth:`take_seconds`.
+    ``accumulating`` returns the weights whose captured backward adds to ``main_grad`` itself, and returns a dummy
+    gradient to autograd. ``seconds`` are those of the captures since the last call of :meth:`take_seconds`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]]) -> None:
         self.seconds = 0.0
+        self._accumulating = accumulating
         self._again = False  # whether the next capture replaces graphs
         self._undo = contextlib.ExitStack()
 
@@ -137,13 +139,6 @@ class Graphs:
         """Delete all graphs. They are captured again, at once or in the next steps."""
         raise NotImplementedError
 
-    def set_accumulating(self, weights: Callable[[], list[torch.nn.Parameter]]) -> None:
-        """Set the function that returns the weights whose backward adds to ``main_grad`` itself.
-
-        Such a backward returns a dummy gradient to autograd. Only Transformer Engine's captures need to know the
-        weights.
-        """
-
     def timed(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``forward_backward_func``, wrapped to time the captures that it makes."""
         return forward_backward_func
@@ -157,10 +152,8 @@ class Graphs:
         """Undo all changes of Megatron's classes."""
         self._undo.close()
 
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        before = owner.__dict__[name]
-        setattr(owner, name, value)
-        self._undo.callback(setattr, owner, name, before)
+    def _replace(self, owner: Any, **values: Any) -> None:
+        self._undo.enter_context(changed(owner, **values))
 
 
 class LocalGraphs(Graphs):
@@ -170,8 +163,8 @@ class LocalGraphs(Graphs):
     memory pool and pass buffers to each other, so that all of them must be captured anew together.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]]) -> None:
+        super().__init__(accumulating)
         self._metadata: list[weakref.ref[Any]] = []  # which a recording attaches to tensors
         self._pool_uses = 0
         create, apply = _RECORD._create_cudagraphs, core._apply_cudagraph_buffer_metadata
@@ -193,9 +186,8 @@ class LocalGraphs(Graphs):
             self._pool_uses += 1
             return allocate(metadata)
 
-        self._replace(core, "alloc_tensor_from_graph_mempool", counted)
-        self._replace(_RECORD, "_create_cudagraphs", classmethod(timed))
-        self._replace(core, "_apply_cudagraph_buffer_metadata", remembered)
+        self._replace(core, alloc_tensor_from_graph_mempool=counted, _apply_cudagraph_buffer_metadata=remembered)
+        self._replace(_RECORD, _create_cudagraphs=classmethod(timed))
 
     @property
     def captured(self) -> bool:
@@ -285,11 +277,10 @@ _WARM = 1 << 10  # warm-up steps that leave Transformer Engine one iteration of 
 class TransformerEngineGraphs(Graphs):
     """Transformer Engine's ``make_graphed_callables``. Layers are captured between two steps."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]]) -> None:
+        super().__init__(accumulating)
         self._helper: Any = None
         self._contained: set[int] = set()  # modules in graphs
-        self._accumulating: Callable[[], list[torch.nn.Parameter]] = list
         start, create = core.TECudaGraphHelper.__init__, core.TECudaGraphHelper.create_cudagraphs
 
         def remembered(helper: Any, *arguments: Any, **named: Any) -> None:
@@ -297,15 +288,13 @@ class TransformerEngineGraphs(Graphs):
             self._helper = helper
             self._contained = {id(m) for each in map(_captured_parts, helper.flattened_callables) for m in each}
 
-        self._replace(core.TECudaGraphHelper, "__init__", remembered)
-        self._replace(core.TECudaGraphHelper, "create_cudagraphs", lambda helper: self._create(helper, create))
+        self._replace(
+            core.TECudaGraphHelper, __init__=remembered, create_cudagraphs=lambda helper: self._create(helper, create)
+        )
 
     @property
     def captured(self) -> bool:
         return self._helper is not None and bool(self._helper.graphs_created())
-
-    def set_accumulating(self, weights: Callable[[], list[torch.nn.Parameter]]) -> None:
-        self._accumulating = weights
 
     def contain(self, module: torch.nn.Module) -> bool:
         return id(module) in self._contained
