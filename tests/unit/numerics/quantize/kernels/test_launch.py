@@ -1,5 +1,6 @@
 """Launches pass arguments by position: first memory, then numbers, then constants, in the order of the parameters."""
 
+import json
 from typing import Any
 
 import pytest
@@ -60,6 +61,17 @@ def test_arguments_have_the_order_of_parameters(monkeypatch: pytest.MonkeyPatch)
         run_all_kernels()
     assert len(seen) == 13
     assert len(listing.kernels) > len(seen)
+
+
+def test_multiplications_and_additions_are_fused_whatever_tritons_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # the default of Triton 3.10
+    monkeypatch.setattr(driver, "_active", None)
+    compile_for(GPUTarget("cuda", 90, 32))
+    with launch.list_launches() as listing:
+        quantize.quantize_operands(X, spec("fp8", "fp4"))
+        partial_sums.add_partials(torch.zeros(2, 4, 256, dtype=torch.uint8), torch.zeros(2, 4, 2), X[:4, :256], 0)
+    options = [json.loads(str(kernel))["options"]["enable_fp_fusion"] for kernel in listing.kernels]
+    assert options == [True, False]  # sums of ranks are rounded one by one
 
 
 def test_compiled_kernels_are_remembered_again_when_they_were_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
