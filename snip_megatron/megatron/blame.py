@@ -21,7 +21,8 @@ from snip_megatron.megatron.startup import say
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.agreement import on_rank_zero
-from snip_megatron.runtime.blame import Job, Place, blame_step
+from snip_megatron.runtime.blame import Place, blame_step
+from snip_megatron.runtime.blame_passes import Job
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import Decision, MapChannel
 from snip_megatron.runtime.host import Host

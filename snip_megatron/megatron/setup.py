@@ -38,7 +38,7 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.end_of_run import finish
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.agreement import on_rank_zero
-from snip_megatron.runtime.blame import Job
+from snip_megatron.runtime.blame_passes import Job
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller, OnAdopt
 from snip_megatron.runtime.coordinator import RankZeroCoordinator

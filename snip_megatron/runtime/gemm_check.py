@@ -6,7 +6,7 @@ first GEMM that differs is where a bug is, not where its effect first shows.
 
 import socket
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,8 +95,8 @@ class KernelCheck:
         sqnr: (linear, GEMM) → the least signal to noise ratio so far.
     """
 
-    def __init__(self, formats_of: FormatsOf, numerics: ExactBackend, bound: dict[int, float] | None = None) -> None:
-        self.formats_of, self._numerics, self._bound = formats_of, numerics, bound or BOUND
+    def __init__(self, formats_of: FormatsOf, numerics: ExactBackend, bound: Mapping[int, float] = BOUND) -> None:
+        self.formats_of, self._numerics, self._bound = formats_of, numerics, bound
         self.first: LocalFault | None = None
         self.sqnr: dict[tuple[str, Gemm], float] = {}
         self._calls: dict[Any, int] = defaultdict(int)

@@ -68,8 +68,7 @@ class Culprit(JsonFields):
 
     Attributes:
         shard: Tensor parallel rank, if one shard alone is to blame.
-        loss_rise: What rounding of this GEMM alone adds to the loss, to first order.
-        gradient_error: Relative error of the gradient that this GEMM computes.
+        loss_rise, gradient_error: ``loss_rise`` and ``error`` of :class:`Harm`.
         score: What ranks the suspects.
         share: Share of the harm that disappears if this GEMM alone runs in bf16. None if it was not tried.
         confirmed: Whether the GEMM is of the smallest set that explains most of the harm.
@@ -104,6 +103,8 @@ class Harm(JsonFields):
         sqnr_of_kernel: The least signal to noise ratio of the job's kernel against the reference, in dB.
         operand_mse: Mean over both operands of the squared error relative to the mean square.
         underflow: Largest share of an operand's numbers other than zero that are rounded to zero.
+        loss_rise: What rounding of this fprop alone adds to the loss, to second order.
+        error: Relative error of the GEMM's result on the inputs of the bf16 pass.
     """
 
     linear: str
@@ -113,6 +114,8 @@ class Harm(JsonFields):
     sqnr_of_kernel: float | None
     operand_mse: float
     underflow: float
+    loss_rise: float = 0.0
+    error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -207,43 +210,32 @@ def _lines_of_fault(fault: Fault) -> list[str]:
 
 def smallest_set[T](
     ranked: Sequence[T], explained: Callable[[Sequence[T]], float], share: float = EXPLAINED
-) -> tuple[list[T], list[Trial]]:
-    """Return the smallest set that explains ``share`` of the harm, by halves, and the trials in order.
+) -> list[T]:
+    """Return the smallest set of suspects that explains ``share`` of the harm, by halves.
 
     First the shortest head of the ranking is sought that explains enough, then halves, quarters, ... of it are left
     out where the rest still does.
 
     Args:
         ranked: The suspects, the worst first.
-        explained: Share of the harm that disappears without these suspects. It is called once for each set.
+        explained: Share of the harm that disappears without these suspects.
     """
-    trials: list[Trial] = []
-    known: dict[tuple[int, ...], float] = {}
-
-    def enough(indices: Sequence[int]) -> bool:
-        key = tuple(indices)
-        if key not in known:
-            known[key] = explained([ranked[i] for i in key])
-            trials.append(Trial(len(key), known[key]))
-        return known[key] >= share
-
     low, high = 0, 1  # no head of `low` explains enough
-    while high < len(ranked) and not enough(range(high)):
+    while high < len(ranked) and explained(ranked[:high]) < share:
         low, high = high, min(4 * high, len(ranked))
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if enough(range(middle)) else (middle, high)
-    chosen = list(range(min(high, len(ranked))))
-    size = len(chosen) // 2
+        low, high = (low, middle) if explained(ranked[:middle]) >= share else (middle, high)
+    chosen, size = list(ranked[:high]), high // 2
     while size:
         start = len(chosen) - size
         while start >= 0 and len(chosen) > 1:  # the worst suspects last
             rest = chosen[:start] + chosen[start + size :]
-            if rest and enough(rest):
+            if rest and explained(rest) >= share:
                 chosen = rest
             start = min(start, len(chosen)) - size
         size //= 2
-    return [ranked[i] for i in chosen], trials
+    return chosen
 
 
 def in_dB(signal: float, noise: float) -> float:
