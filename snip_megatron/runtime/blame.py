@@ -6,6 +6,7 @@ reference's of the same inputs. All ranks return the same verdict.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +15,8 @@ import torch
 
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import ALL_BF16
-from snip_megatron.runtime.blame_passes import Harmed, Job, Passes, PassResult
-from snip_megatron.runtime.culprits import find_culprits, harm_of_gemms
+from snip_megatron.runtime.blame_passes import Job, Passes, PassResult, Rise
+from snip_megatron.runtime.culprits import Suspects, find_culprits
 from snip_megatron.runtime.gemm_check import KernelCheck, LocalFault, RoundingEffects, first_of_ranks, sqnr_over_ranks
 from snip_megatron.runtime.host import Host, HostStep
 from snip_megatron.runtime.watched import watched
@@ -28,6 +29,7 @@ from snip_megatron.sensitivity.blame import (
     Fault,
     PassFigures,
 )
+from snip_megatron.sensitivity.outliers import LIMIT, RATIO
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,24 +70,32 @@ def _blame(passes: Passes, place: Place) -> Blame:
     figures = {
         name: passes.figures(each) for name, each in {"bf16": plain, "reference": rounded, "kernels": kernels}.items()
     }
+    rise = passes.rise(rounded.losses, plain.losses)
+    suspects = Suspects(passes, effects.reduced(), sqnr_over_ranks(check.sqnr))
     fault, is_local = first_of_ranks(check.first)
-    table = effects.reduced()
-    harmed = passes.compare(rounded, plain)
-    harm = harm_of_gemms(passes, table, harmed, sqnr_over_ranks(check.sqnr))
-    verdict, reason = _verdict(fault, figures, harmed)
+    verdict, reason = _verdict(fault, figures, rise, suspects)
     blame = Blame(
-        place.step, place.checkpoint, job.kind, job.description, verdict, reason, figures, harm=harm,
-        thresholds=harmed.thresholds(),
+        place.step, place.checkpoint, job.kind, job.description, verdict, reason, figures, harm=suspects.harm,
+        thresholds=_thresholds(rise),
     )  # fmt: skip
     if fault is not None:
         return dataclasses.replace(blame, bug=_save_inputs(fault, check.first if is_local else None, place))
     if verdict != ROUNDING:
         return blame
-    culprits, trials = find_culprits(passes, harm, table, plain, harmed)
+    culprits, trials = find_culprits(passes, suspects, plain, rounded, rise)
     return dataclasses.replace(blame, culprits=tuple(culprits), bisection=tuple(trials))
 
 
-def _verdict(fault: Fault | None, figures: Mapping[str, PassFigures], harmed: Harmed) -> tuple[str, str]:
+def _thresholds(rise: Rise) -> dict[str, float]:
+    """Return the measured rise of the loss, and the limits of the verdict."""
+    rise_of_loss = rise.mean if math.isfinite(rise.mean) else 1e3
+    limits = {f"error_of_{bits}_bits": limit for bits, limit in LIMIT.items()}
+    return {"rise": rise_of_loss, "rise_error": rise.error, "healthy_rise": rise.healthy, "ratio": RATIO, **limits}
+
+
+def _verdict(
+    fault: Fault | None, figures: Mapping[str, PassFigures], rise: Rise, suspects: Suspects
+) -> tuple[str, str]:
     if fault is not None:
         gemm = "" if fault.gemm is None else f":{fault.gemm}"
         return BUG, f"{fault.linear}{gemm} on rank {fault.rank} is not what its inputs give"
@@ -93,10 +103,14 @@ def _verdict(fault: Fault | None, figures: Mapping[str, PassFigures], harmed: Ha
         return NOT_PRECISION, "the loss or the gradients are not finite in bf16 either"
     if not figures["reference"].finite:
         return ROUNDING, "the loss or the gradients are not finite in the job's formats, and they are in bf16"
-    if harmed.reason is not None:
-        return ROUNDING, harmed.reason
+    if not rise.is_healthy:
+        return ROUNDING, (
+            f"rounding raises the loss by {rise.mean:.4g} nats; {rise.healthy:.2g} is healthy in these formats"
+        )
+    if suspects.reason is not None:
+        return ROUNDING, suspects.reason
     return NOT_PRECISION, (
-        f"rounding changes the loss by {harmed.rise:.2g} nats, which is healthy in these formats, and kernels are"
+        f"rounding changes the loss by {rise.mean:.2g} nats, which is healthy in these formats, and kernels are"
         " correct: look at the data, the learning rate and the model"
     )
 

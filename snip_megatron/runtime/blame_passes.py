@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from snip_megatron.layers.context import LinearHandle, Override, StepContext
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.precision import Format, Formats, Gemm, PrecisionMap
+from snip_megatron.precision import Formats, Gemm, PrecisionMap
 from snip_megatron.runtime.gemm_check import BOUND, bits_of
 from snip_megatron.runtime.host import Host, HostStep
 from snip_megatron.runtime.watched import EXACT, ExactBackend, Watcher, watched
@@ -20,12 +20,8 @@ from snip_megatron.sensitivity.blame import PassFigures
 HEALTHY_RISE = {4: 0.05, 8: 0.004, 16: 0.0}
 """Bits → rise of the loss in nats that is healthy if all fprops run in such a format. A map's is the mean."""
 
-HEALTHY_ERROR = {4: 1.0, 8: 0.15, 16: 0.02}
-"""Bits → healthy squared error of the gradient of a linear's weight, relative to its squared norm. A linear's is that
-of the fewest bits in the model: errors travel with activations and gradients."""
-
-HEALTHY_SLOPE = 0.5
-"""Least healthy ⟨ĝ, g⟩/⟨g, g⟩ of the rounded gradient ĝ of a linear's weight. Gradients that vanish have less."""
+ERRORS = 3.0
+"""Number of standard errors by which a rise must exceed what is healthy."""
 
 Losses = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -63,68 +59,17 @@ class PassResult(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Harmed:
-    """What rounding did to a step, equal on all ranks.
+class Rise:
+    """Rise of the mean loss of a token by rounding, in nats, its standard error, and what is healthy."""
 
-    Attributes:
-        rise, error: Rise of the mean loss of a token, and its standard error.
-        healthy_rise, healthy_error: What is healthy in these formats.
-        errors, slopes: Linear → squared relative error of its gradient, and its slope ⟨ĝ, g⟩/⟨g, g⟩.
-    """
-
-    rise: float
+    mean: float
     error: float
-    healthy_rise: float
-    healthy_error: float
-    errors: Mapping[str, float]
-    slopes: Mapping[str, float]
-
-    def _excess(self, name: str) -> float:
-        """Return by how much the error of a linear's gradient is above what is healthy."""
-        error = self.errors[name]
-        if not math.isfinite(error):
-            return 1e3
-        lost = max(0.0, HEALTHY_SLOPE - self.slopes[name])
-        return max(0.0, error - self.healthy_error) + lost
+    healthy: float
 
     @property
-    def by_loss(self) -> float:
-        """Rise of the loss above what is healthy, in multiples of it."""
-        if not math.isfinite(self.rise):
-            return 1e3
-        return max(0.0, self.rise - 3.0 * self.error - self.healthy_rise) / max(self.healthy_rise, 1e-4)
-
-    @property
-    def by_gradient(self) -> float:
-        """Sum over linears of the errors of gradients above what is healthy."""
-        return sum(map(self._excess, self.errors))
-
-    @property
-    def reason(self) -> str | None:
-        """Why the step is unhealthy. None if it is healthy."""
-        if self.by_loss > 0.0:
-            return (
-                f"rounding raises the loss by {self.rise:.4g} nats; {self.healthy_rise:.2g} is healthy in these formats"
-            )
-        if self.by_gradient > 0.0:
-            name = max(self.errors, key=self._excess)
-            return (
-                f"rounding leaves {self.slopes[name]:.0%} of the gradient of {name}, with a relative error of"
-                f" {math.sqrt(self.errors[name]):.0%}"
-            )
-        return None
-
-    def thresholds(self) -> dict[str, float]:
-        """Return the limits of the verdict."""
-        return {
-            "healthy_rise": self.healthy_rise,
-            "healthy_gradient_error": math.sqrt(self.healthy_error),
-            "healthy_slope": HEALTHY_SLOPE,
-            "rise": self.rise if math.isfinite(self.rise) else 1e3,
-            "rise_error": self.error,
-            "largest_gradient_error": math.sqrt(max(self.errors.values(), default=0.0)),
-            "least_slope": min(self.slopes.values(), default=1.0),
-        }
+    def is_healthy(self) -> bool:
+        """Whether the rise is no more than what is healthy, beyond its error."""
+        return self.mean - ERRORS * self.error <= self.healthy
 
 
 class Passes:
@@ -183,35 +128,28 @@ class Passes:
             dist.all_reduce(broken)
         return PassFigures(loss if math.isfinite(loss) else None, math.isfinite(loss) and not float(broken))
 
-    def compare(self, rounded: PassResult, plain: PassResult) -> Harmed:
-        """Return what rounding did."""
-        rise, error = self.rise(rounded.losses, plain.losses)
-        names = self.registry.names
-        sums = torch.zeros(len(names), 3, dtype=torch.float64, device=self.host.device)
-        for handle, g, exact in zip(self.registry, rounded.gradients, plain.gradients, strict=True):
-            if not handle.repeats:
-                pairs = torch.stack(((g - exact).square().sum(), (g * exact).sum(), exact.square().sum()))
-                sums[handle.state.position] += pairs.double()
-        if dist.is_initialized():
-            dist.all_reduce(sums)
-        rows = dict(zip(names, sums.tolist(), strict=True))
-        return Harmed(
-            rise, error, self._healthy_rise(), self._healthy_error(),
-            {name: error / norm if norm else 0.0 for name, (error, _, norm) in rows.items()},
-            {name: dot / norm if norm else 1.0 for name, (_, dot, norm) in rows.items()},
-        )  # fmt: skip
-
-    def rise(self, losses: Losses, plain: Losses) -> tuple[float, float]:
-        """Return by how much the mean loss of a token is above that of ``plain``, and the standard error."""
-        rows = []
+    def rise(self, losses: Losses, plain: Losses) -> Rise:
+        """Return by how much the mean loss of a token is above that of ``plain``."""
+        rows, healthy = [], self._healthy_rise()
         for (loss, weight), (base, _) in zip(losses, plain, strict=True):
             rise = loss.double() - base.double()
             rows.append(torch.stack((weight.double().sum(), (weight * rise).sum(), (weight * rise.square()).sum())))
         tokens, total, squares = self._sum(rows, 3)
         if not math.isfinite(total) or not tokens:
-            return math.inf, 0.0
+            return Rise(math.inf, 0.0, healthy)
         mean = total / tokens
-        return mean, math.sqrt(max(0.0, squares / tokens - mean**2) / tokens)
+        return Rise(mean, math.sqrt(max(0.0, squares / tokens - mean**2) / tokens), healthy)
+
+    def gradient_error(self, gradients: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> float:
+        """Return ‖ĝ − g‖²/‖g‖² over the weights of all linears."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.host.device)
+        for handle, g, exact in zip(self.registry, gradients, plain, strict=True):
+            if not handle.repeats:
+                sums += torch.stack(((g - exact).square().sum(), exact.square().sum())).double()
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        error, norm = sums.tolist()
+        return error / norm if norm else 0.0
 
     def _sum(self, rows: Sequence[torch.Tensor], width: int) -> list[float]:
         """Return sums over microbatches and ranks. The ranks of a tensor parallel group have the same losses."""
@@ -225,10 +163,6 @@ class Passes:
     def _healthy_rise(self) -> float:
         fprops = [bits_of(self.job.formats.format_of(name, Gemm.FPROP)) for name in self.registry.names]
         return sum(HEALTHY_RISE[bits] for bits in fprops) / len(fprops)
-
-    def _healthy_error(self) -> float:
-        formats = {fmt for name in self.registry.names for fmt in self.job.formats.formats_of(name)}
-        return max(HEALTHY_ERROR[bits_of(fmt)] for fmt in formats or {Format.BF16})
 
 
 class _CountedOverride(Override):

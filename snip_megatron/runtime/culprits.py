@@ -1,8 +1,8 @@
 """Which GEMMs are to blame for what rounding did to a step: a ranking, confirmed by restoring suspects to bf16.
 
-Suspects are ranked by what the formats do to each GEMM alone, on the inputs of the bf16 pass. The worst of them are
-restored one by one, and then sets of them by halves. What disappears with a set was caused by it, whatever the ranking
-says.
+What a format does to a GEMM alone is measured on the inputs of the bf16 pass, where no other GEMM's errors are. If the
+loss rose, sets of suspects are restored to bf16, by halves: what disappears with a set was caused by it. Errors of
+gradients are not compared between whole passes: after a few layers they depend on rounding alone, healthy or not.
 """
 
 import math
@@ -10,120 +10,142 @@ from collections.abc import Mapping, Sequence
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import Format, Formats, Gemm
-from snip_megatron.runtime.blame_passes import Harmed, Passes, PassResult
-from snip_megatron.runtime.gemm_check import Effect
+from snip_megatron.runtime.blame_passes import Passes, PassResult, Rise
+from snip_megatron.runtime.gemm_check import Effect, bits_of
 from snip_megatron.sensitivity.blame import Culprit, Harm, Trial, smallest_set
+from snip_megatron.sensitivity.outliers import outliers
 
-Choice = tuple[str, Gemm]
+Key = tuple[str, str]
 
 SINGLES = 4
 """Number of suspects that are restored one by one."""
 
 
-def harm_of_gemms(
-    passes: Passes, table: Sequence[Sequence[Effect]], harmed: Harmed, sqnr: Mapping[Choice, float]
-) -> tuple[Harm, ...]:
-    """Return the figures of all GEMMs."""
-    names, scale, tokens = passes.registry.names, passes.scale, passes.tokens
-    scores = {
-        (name, gemm): _score(effect, gemm, harmed, scale, tokens)
-        for name, row in zip(names, table, strict=True)
-        for gemm, effect in zip(Gemm, row, strict=True)
-    }
-    total = sum(scores.values()) or 1.0
-    harms = []
-    for name, row in zip(names, table, strict=True):
-        for gemm, effect in zip(Gemm, row, strict=True):
-            count = max(effect.count, 1.0)
-            harms.append(
-                Harm(
-                    name, gemm.value, passes.job.formats.format_of(name, gemm).value,
-                    _finite(scores[name, gemm] / total), sqnr.get((name, gemm)), _finite(effect.mse / count),
-                    _finite(effect.underflow / count), _finite(rise_of(effect, scale, tokens)),
-                    _finite(math.sqrt(_relative(effect))),
-                )
-            )  # fmt: skip
-    return tuple(harms)
+class Suspects:
+    """What the job's formats do to each GEMM of the model.
+
+    Attributes:
+        harm: Figures of all GEMMs.
+        harmed: Linear and GEMM → how far its error is above what is healthy. Empty in a healthy step.
+    """
+
+    def __init__(self, passes: Passes, table: Sequence[Sequence[Effect]], sqnr: Mapping[tuple[str, Gemm], float]):
+        names, formats = passes.registry.names, passes.job.formats
+        effects = {
+            (name, gemm.value): effect
+            for name, row in zip(names, table, strict=True)
+            for gemm, effect in zip(Gemm, row, strict=True)
+        }
+        of_gemm = {(name, gemm): formats.format_of(name, Gemm(gemm)) for name, gemm in effects}
+        errors = {key: _error(effects[key]) for key, fmt in of_gemm.items() if fmt is not Format.BF16}
+        self.harmed = outliers(errors, {key: bits_of(of_gemm[key]) for key in errors})
+        energy = {key: min(errors.get(key, 0.0), 1e3) ** 2 for key in effects}
+        total = sum(energy.values()) or 1.0
+        self.harm = tuple(
+            Harm(
+                *key, of_gemm[key].value, energy[key] / total, sqnr.get((key[0], Gemm(key[1]))),
+                _finite(effect.mse / max(effect.count, 1.0)), _finite(effect.underflow / max(effect.count, 1.0)),
+                _finite(_rise_of(effect, passes)), min(errors.get(key, 0.0), 1e3),
+            )
+            for key, effect in effects.items()
+        )  # fmt: skip
+
+    @property
+    def reason(self) -> str | None:
+        """What is unhealthy, in words. None if nothing is."""
+        if not self.harmed:
+            return None
+        worst = max(self.harmed, key=lambda key: self.harmed[key])
+        error = next(each.error for each in self.harm if (each.linear, each.gemm) == worst)
+        return f"{worst[0]}:{worst[1]} has a relative error of {error:.1%}, more than is healthy beside the others"
+
+    def ranked(self, *, by_loss: bool) -> list[Harm]:
+        """Return the quantised GEMMs, the worst first: by their errors, or by what they add to the loss."""
+
+        def worst_first(harm: Harm) -> tuple[float, float]:
+            return -self.harmed.get((harm.linear, harm.gemm), 0.0), -(harm.loss_rise if by_loss else harm.error)
+
+        quantised = [harm for harm in self.harm if harm.format != Format.BF16.value]
+        if by_loss:  # no other GEMM changes the loss of its own step
+            quantised = [harm for harm in quantised if harm.gemm == Gemm.FPROP.value]
+        return sorted(quantised, key=worst_first)
 
 
-def rise_of(effect: Effect, scale: float, tokens: float) -> float:
+def _rise_of(effect: Effect, passes: Passes) -> float:
     """Return the rise of the loss by the error of one fprop, to second order by the Fisher information."""
-    return scale * effect.loss + 0.5 * tokens * scale**2 * effect.fisher
+    return passes.scale * effect.loss + 0.5 * passes.tokens * passes.scale**2 * effect.fisher
 
 
-def _relative(effect: Effect) -> float:
-    return effect.error / effect.signal if effect.signal else 0.0
+def _error(effect: Effect) -> float:
+    if not math.isfinite(effect.error) or not math.isfinite(effect.signal):
+        return math.inf
+    return math.sqrt(effect.error / effect.signal) if effect.signal else 0.0
 
 
-def _score(effect: Effect, gemm: Gemm, harmed: Harmed, scale: float, tokens: float) -> float:
-    """Return what ranks the suspects: the rise of the loss if that is what is unhealthy, otherwise the error."""
-    if not math.isfinite(harmed.rise) or not harmed.by_loss > 0.0:
-        return _finite(_relative(effect), 1e3)
-    if gemm is not Gemm.FPROP:
-        return 0.0
-    second = 0.5 * tokens * scale**2 * effect.fisher
-    return _finite(max(0.0, scale * effect.loss) + second, 1e3)
-
-
-def _finite(value: float, otherwise: float = 0.0) -> float:
-    return value if math.isfinite(value) else otherwise
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
 
 
 def find_culprits(
-    passes: Passes, harm: Sequence[Harm], table: Sequence[Sequence[Effect]], plain: PassResult, harmed: Harmed
+    passes: Passes, suspects: Suspects, plain: PassResult, rounded: PassResult, rise: Rise
 ) -> tuple[list[Culprit], list[Trial]]:
     """Return the suspects, the worst first, and the passes that confirmed them. Collective."""
-    of_choice = {(each.linear, Gemm(each.gemm)): each for each in harm if each.format != Format.BF16.value}
-    ranked = sorted(of_choice, key=lambda choice: -of_choice[choice].share)
-    with_loss = not math.isfinite(harmed.rise) or harmed.by_loss > 0.0
-    if with_loss:  # no other GEMM changes the loss of its own step
-        ranked = [choice for choice in ranked if choice[1] is Gemm.FPROP]
+    by_loss = not rise.is_healthy
+    ranked = suspects.ranked(by_loss=by_loss)
     trials: list[Trial] = []
-    known: dict[frozenset[Choice], float] = {}
+    known: dict[frozenset[Key], float] = {}
 
-    def explained(restored: Sequence[Choice]) -> float:
-        key = frozenset(restored)
-        if key not in known:
-            known[key] = _explained(passes, key, plain, harmed, with_loss=with_loss)
-            trials.append(Trial(len(key), known[key]))
-        return known[key]
+    def explained(restored: Sequence[Harm]) -> float:
+        keys = frozenset((harm.linear, harm.gemm) for harm in restored)
+        if keys not in known:
+            known[keys] = _share_of_rise(passes, keys, plain, rise)
+            trials.append(Trial(len(keys), known[keys]))
+        return known[keys]
 
-    shares = {choice: explained([choice]) for choice in ranked[:SINGLES]}
-    ranked = sorted(shares, key=lambda choice: -shares[choice]) + [each for each in ranked if each not in shares]
-    chosen = smallest_set(ranked, explained)
-    if len(chosen) > 1:
-        shares |= {choice: explained([choice]) for choice in chosen[:SINGLES]}
-    order = sorted(chosen, key=lambda choice: -shares.get(choice, 0.0))
-    culprits = []
-    for choice in order + [each for each in ranked if each not in chosen]:
-        figures = of_choice[choice]
-        culprits.append(
-            Culprit(
-                figures.linear, figures.gemm, None, None, figures.format, figures.loss_rise, figures.error,
-                figures.share, shares.get(choice), choice in chosen,
-            )
-        )  # fmt: skip
-    return culprits, trials
-
-
-def _explained(
-    passes: Passes, restored: frozenset[Choice], plain: PassResult, harmed: Harmed, *, with_loss: bool
-) -> float:
-    """Return the share of the harm that disappears if these GEMMs run in bf16. Collective."""
-
-    def formats_of(handle: LinearHandle) -> Formats:
-        fprop, dgrad, wgrad = (
-            Format.BF16 if (handle.name, gemm) in restored else fmt
-            for gemm, fmt in zip(Gemm, passes.job.formats_of(handle), strict=True)
+    if by_loss:
+        singles = {id(harm): explained([harm]) for harm in ranked[:SINGLES]}
+        ranked.sort(key=lambda harm: -singles.get(id(harm), -1.0))
+        chosen = smallest_set(ranked, explained)
+        shares = {
+            id(harm): explained([harm]) for harm in {id(h): h for h in [*ranked[:SINGLES], *chosen[:SINGLES]]}.values()
+        }
+        ranked.sort(key=lambda harm: (harm not in chosen, -shares.get(id(harm), -1.0)))
+    else:
+        total = sum(suspects.harmed.values()) or 1.0
+        shares = {id(harm): suspects.harmed.get((harm.linear, harm.gemm), 0.0) / total for harm in ranked}
+        chosen = [harm for harm in ranked if shares[id(harm)] > 0.0]
+        trials.append(_trial_of_gradients(passes, chosen, plain, rounded))
+    return [
+        Culprit(
+            harm.linear, harm.gemm, None, None, harm.format, harm.loss_rise, harm.error, harm.share,
+            shares.get(id(harm)), harm in chosen,
         )
-        return fprop, dgrad, wgrad
+        for harm in ranked
+    ], trials  # fmt: skip
 
-    with passes.forced(formats_of):
-        if with_loss:
-            rise, _ = passes.rise(passes.losses(), plain.losses)
-            if not math.isfinite(harmed.rise):
-                return float(math.isfinite(rise))
-            return min(1.0, (harmed.rise - rise) / (harmed.rise - min(harmed.healthy_rise, harmed.rise / 2)))
-        result = PassResult(plain.losses, passes.gradients())
-    rest = passes.compare(result, plain).by_gradient
-    return 1.0 - rest / harmed.by_gradient
+
+def _restored(passes: Passes, restored: frozenset[Key], handle: LinearHandle) -> Formats:
+    fprop, dgrad, wgrad = (
+        Format.BF16 if (handle.name, gemm.value) in restored else fmt
+        for gemm, fmt in zip(Gemm, passes.job.formats_of(handle), strict=True)
+    )
+    return fprop, dgrad, wgrad
+
+
+def _share_of_rise(passes: Passes, restored: frozenset[Key], plain: PassResult, rise: Rise) -> float:
+    """Return the share of the unhealthy rise of the loss that disappears if these GEMMs run in bf16. Collective."""
+    with passes.forced(lambda handle: _restored(passes, restored, handle)):
+        rest = passes.rise(passes.losses(), plain.losses).mean
+    if not math.isfinite(rise.mean):
+        return float(math.isfinite(rest))
+    healthy = min(rise.healthy, rise.mean / 2)
+    return min(1.0, (rise.mean - rest) / (rise.mean - healthy))
+
+
+def _trial_of_gradients(passes: Passes, restored: Sequence[Harm], plain: PassResult, rounded: PassResult) -> Trial:
+    """Return the share of the error of all gradients that disappears if these GEMMs run in bf16. Collective."""
+    keys = frozenset((harm.linear, harm.gemm) for harm in restored)
+    with passes.forced(lambda handle: _restored(passes, keys, handle)):
+        rest = passes.gradient_error(passes.gradients(), plain.gradients)
+    before = passes.gradient_error(rounded.gradients, plain.gradients)
+    return Trial(len(keys), 1.0 - rest / before if math.isfinite(rest) and 0.0 < before < math.inf else 0.0)
