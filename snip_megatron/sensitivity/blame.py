@@ -6,7 +6,6 @@ reference itself is worse than bf16, rounding is to blame, and the GEMMs that ca
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,12 +235,3 @@ def smallest_set[T](
             start = min(start, len(chosen)) - size
         size //= 2
     return chosen
-
-
-def in_dB(signal: float, noise: float) -> float:
-    """Return a signal to noise ratio of energies in dB, at most ±200."""
-    if not (math.isfinite(signal) and math.isfinite(noise)):
-        return -200.0
-    if noise <= 0.0:
-        return 200.0
-    return max(-200.0, min(200.0, 10.0 * math.log10(max(signal, 1e-300) / noise)))

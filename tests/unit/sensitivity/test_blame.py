@@ -1,0 +1,69 @@
+"""The result of blame, bisection by halves, and the errors that are above those of peers."""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.sensitivity.blame import Blame, Culprit, Fault, Harm, PassFigures, Remedy, Trial, smallest_set
+from snip_megatron.sensitivity.outliers import LIMIT, outliers
+
+BLAME = Blame(
+    37, None, "snip", "3 GEMMs in fp8", "bug", "it is",
+    {"bf16": PassFigures(2.5, True), "kernels": PassFigures(None, False)},
+    Fault(
+        "gemm", "decoder.layers.3.mlp.linear_fc1", "fprop", None, 1, "node", "cuBLASLt", (4, 5, 6), "rows 96-127", 3.1,
+        36.0,
+    ),
+    (Culprit("a", "fprop", 5, None, "fp4", 0.1, 0.2, 0.9, None, confirmed=True),), (Trial(12, 0.97),),
+    (Harm("a", "fprop", "fp4", 0.5, None, 0.1, 0.2),), Remedy(("--snip-pin", "a:fprop=bf16")),
+)  # fmt: skip
+
+
+def test_a_verdict_is_read_as_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text(BLAME.to_json())
+    assert '"format": "snip.blame/1"' in BLAME.to_json()
+    assert Blame.load(tmp_path / "b.json") == BLAME
+    text = BLAME.text()
+    assert "step 37: a bug" in text
+    assert "rank 1 on node, cuBLASLt, 4 x 5 x 6: rows 96-127" in text
+    assert "not finite" in text
+    (tmp_path / "c.json").write_text(BLAME.to_json().replace('"step"', '"stop"'))
+    with pytest.raises(SnipError, match=r"c.json: blame: unknown key 'stop'"):
+        Blame.load(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize("worst", [(0,), (7,), (3, 30), (0, 1, 2), (39,)])
+def test_the_smallest_set_is_found_by_halves(worst: tuple[int, ...]) -> None:
+    calls = list[int]()
+
+    def explained(restored: object) -> float:
+        assert isinstance(restored, list)
+        calls.append(len(restored))
+        return len(set(worst).intersection(restored)) / len(worst) - 1e-3 * len(restored)
+
+    assert sorted(smallest_set(list(range(40)), explained)) == list(worst)
+    assert len(calls) <= 4 * math.log2(40) * len(worst)
+
+
+def test_no_suspect_and_one() -> None:
+    assert smallest_set([], lambda _: 0.0) == []
+    assert smallest_set(["a"], lambda _: 0.0) == ["a"]
+
+
+def test_a_gemm_is_harmed_where_it_is_worse_than_its_peers() -> None:
+    keys = [(f"l{i}", gemm) for i, gemm in itertools.product(range(16), ("fprop", "wgrad"))]
+    errors = {key: 0.015 + 0.0005 * i for i, key in enumerate(keys)}
+    bits = dict.fromkeys(keys, 8)
+    assert outliers(errors, bits) == {}
+    assert list(outliers(errors | {keys[4]: 0.06}, bits)) == [keys[4]]
+    assert list(outliers(errors | {keys[4]: math.inf, keys[5]: math.nan}, bits)) == [keys[4], keys[5]]
+    # One linear in four bits is an outlier of a run in eight bits, eight linears are not.
+    assert list(outliers(errors | {keys[4]: 0.06}, bits | {keys[4]: 4})) == [keys[4]]
+    half = dict.fromkeys(keys[:16], 4)
+    assert outliers(errors | {key: 0.06 + 0.001 * i for i, key in enumerate(half)}, bits | half) == {}
+    every = dict.fromkeys(keys, 2 * LIMIT[8])
+    assert outliers(every, bits).keys() == every.keys()
+    assert all(score == pytest.approx(4.0) for score in outliers(every, bits).values())
