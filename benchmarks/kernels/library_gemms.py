@@ -29,14 +29,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.common import geomean, header, host_milliseconds, interleaved, refuse_without_cuda, write
 from benchmarks.layers.linear import TOKENS, WEIGHTS
 from snip_megatron.numerics.products.backend import unrounded
 from snip_megatron.numerics.products.cublaslt import CublasLt, cublaslt, measured_choices
-from snip_megatron.numerics.products.hopper import HopperBackend
 from snip_megatron.numerics.products.transformer_engine import TransformerEngineGemms, transformer_engine_gemms
-from snip_megatron.numerics.quantize import operands as quantizers
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format, Gemm
 
@@ -51,7 +50,11 @@ CASES = (
 SAMPLE = 96  # rows and columns
 _COLD_BYTES = 256 << 20  # of rotating operands, several times larger than the L2 cache
 _MOST_SETS = 4
-scaled_mm: Callable[..., Tensor] = torch.nn.functional.scaled_mm
+_RECIPES = {
+    "tile": functional.ScalingType.BlockWise1x128,
+    "block": functional.ScalingType.BlockWise128x128,
+    "tensor": functional.ScalingType.TensorWise,
+}
 _FAILURES = (RuntimeError, AssertionError, TypeError, ValueError, ImportError, AttributeError)
 
 Call = Callable[[], Tensor]
@@ -106,16 +109,22 @@ def our_call(case: tuple[Any, ...], a: Any, b: Any, out: Tensor | None, library:
 
 def torch_calls(case: tuple[Any, ...], a: Any, b: Any, out: Tensor | None) -> dict[str, Call]:
     """Return torch's ways: a scaled GEMM and a separate addition; unquantised, one GEMM that adds, too."""
-    gemm, fmt, _ = case
-    if fmt is Format.BF16:
+    if case[1] is Format.BF16:
         assert out is not None
         into: Any = {"out_dtype": torch.float32} if out.dtype is torch.float32 else {}
         return {
             "torch": lambda: out.add_(unrounded(a.t(), b)),
             "torch addmm": lambda: torch.addmm(out, a.t(), b, out=out, **into),
         }
-    backend = HopperBackend(quantizers, scaled_mm=scaled_mm)
-    return {"torch": lambda: backend.multiply(gemm, a, b, torch.bfloat16 if out is None else torch.float32, out)}
+    options = {"output_dtype": torch.bfloat16 if out is None else torch.float32}
+    options["use_fast_accum"] = a.scaling == "tensor" and out is None
+
+    def call() -> Tensor:
+        recipes = _RECIPES[a.scaling], _RECIPES[b.scaling]
+        product = functional.scaled_mm(a.values, b.values.t(), a.scale, recipes[0], b.scale, recipes[1], **options)
+        return product if out is None else out.add_(product)
+
+    return {"torch": call}
 
 
 def te_call(case: tuple[Any, ...], a: Any, b: Any, out: Tensor | None, gemms: TransformerEngineGemms) -> Call:

@@ -11,8 +11,6 @@ from benchmarks.common import interleaved
 from benchmarks.layers.contenders import MICROBATCHES, Problem
 from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.numerics.products.cublaslt import CublasLtError, cublaslt
-from snip_megatron.numerics.products.hopper import HopperBackend
-from snip_megatron.numerics.quantize import operands
 from snip_megatron.numerics.quantize.operands import GradientKeys, Operand, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
@@ -31,9 +29,8 @@ def measure_parts(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[s
     """Return name → milliseconds per microbatch and rate of each part.
 
     Quantisations have TB/s (bytes read once, written once) and their share of the bandwidth of a copy of as many bytes.
-    GEMMs have TFLOP/s. There are further rows beside the parts that the backend runs: ``product`` and ``product + add``
-    are wgrad without accumulation and with an addition after it. ``<gemm> #i`` is cuBLASLt's i-th proposal for the same
-    GEMM (wgrad accumulated).
+    GEMMs have TFLOP/s. There are further rows beside the parts that the backend runs: ``product`` is wgrad without
+    accumulation, and ``<gemm> #i`` is cuBLASLt's i-th proposal for the same GEMM (wgrad accumulated).
     """
     x, w, g = problem.x.detach(), problem.weight.detach(), problem.g
     main_grad = problem.weight.main_grad  # type: ignore[attr-defined]
@@ -42,7 +39,6 @@ def measure_parts(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[s
     w_row, w_col = backend.quantize(w, OperandSpec(fmt, fmt, weight=True))
     g_row, g_col = backend.quantize(g, OperandSpec(fmt, fmt, keys=keys))
     moved = {"x": _bytes(x, x_row, x_col), "g": _bytes(g, g_row, g_col), "w": _bytes(w, w_row, w_col)}
-    apart = HopperBackend(operands)  # without a library that adds
     calls: dict[str, Callable[[], object]] = {
         "quantize x": lambda: backend.quantize(x, OperandSpec(fmt, fmt)),
         "quantize g": lambda: backend.quantize(g, OperandSpec(fmt, fmt, keys=keys)),
@@ -50,8 +46,7 @@ def measure_parts(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[s
         "fprop": lambda: backend.multiply(Gemm.FPROP, x_row, w_row, torch.bfloat16),
         "dgrad": lambda: backend.multiply(Gemm.DGRAD, g_row, w_col, torch.bfloat16),
         "wgrad": lambda: backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32, main_grad),
-        "product": lambda: apart.multiply(Gemm.WGRAD, g_col, x_col, torch.float32),
-        "product + add": lambda: apart.multiply(Gemm.WGRAD, g_col, x_col, torch.float32, main_grad),
+        "product": lambda: backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32),
     }
     calls |= {f"copy {name}": _copy(size) for name, size in moved.items()}
     calls |= _proposals("fprop", x_row, w_row, None, fast=fmt is Format.FP8_TENSOR)

@@ -38,7 +38,7 @@ Table = Mapping[str, str]
 """Field of the configuration → value, in the order in which differences are looked for."""
 
 _LIBRARY = "GEMM library"
-_LIBRARIES = {"DeepGEMM": "auto", "cuBLASLt": "cublas", "torch": "torch"}
+_LIBRARIES = {"DeepGEMM": "auto", "cuBLASLt": "cublas"}
 """Library, the fastest first → the ``gemm_library`` with which all ranks use it."""
 _PACKAGE, _CUBLASLT = "snip_megatron", "cuBLASLt"
 WHERE_KNOWN = {_PACKAGE, _CUBLASLT}

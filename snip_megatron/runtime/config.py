@@ -193,8 +193,7 @@ class SnipConfig:
     gemm_library: str = setting(
         "auto",
         "library for fp8 and fp4 GEMMs. auto: cuBLASLt, and on Hopper DeepGEMM for fprop and dgrad if all ranks can"
-        " load it; deepgemm, cublas: with and without DeepGEMM, and no start if the library cannot be loaded; torch:"
-        " torch's scaled GEMM",
+        " load it; deepgemm, cublas: with and without DeepGEMM, and no start if the library cannot be loaded",
         choices=LIBRARIES,
     )
     deadline: float = setting(

@@ -54,7 +54,7 @@ def both(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..
 def install() -> None:
     """Put :func:`both` wherever kernels would run."""
     sys.path.extend(str(Path(__file__).parents[1] / "unit" / room) for room in ("numerics/products", "megatron"))
-    from emulated_scaled_mm import scaled_mm
+    from emulated_cublaslt import EmulatedCublasLt
     from triton.backends.compiler import GPUTarget
 
     from snip_megatron.layers.swiglu import SwiGLU
@@ -76,7 +76,7 @@ def install() -> None:
     stock = SwiGLU(swiglu.swiglu, swiglu.swiglu_gradient)
     conversion.fuse_swiglu = functools.partial(linears.fuse_swiglu, stock=stock)
     activations_of = SimpleNamespace(**activations)
-    backend = hopper.HopperBackend(SimpleNamespace(**quantisers), scaled_mm=scaled_mm, activations=activations_of)
+    backend = hopper.HopperBackend(SimpleNamespace(**quantisers), EmulatedCublasLt(), activations=activations_of)
     selection.why_not_hopper = lambda: None
     selection._hopper = lambda library, **_: (backend, "emulated products")
     sums.has_kernels = update_error.has_kernels = lambda x: kernels

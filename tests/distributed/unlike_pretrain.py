@@ -96,7 +96,7 @@ def hopper(value: str) -> None:
 
     def make(library: str, **_: Any) -> tuple[Any, str]:
         backend = Backend()
-        backend.products = {"auto": value, "cublas": "cuBLASLt", "torch": "torch"}[library]
+        backend.products = {"auto": value, "cublas": "cuBLASLt"}[library]
         return backend, backend.products
 
     selection.has_triton.cache_clear()

@@ -24,7 +24,7 @@ from snip_megatron.numerics.quantize import operands, swiglu
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
 from tests.unit.numerics.products import emulated_grouped
-from tests.unit.numerics.products.emulated_scaled_mm import scaled_mm
+from tests.unit.numerics.products.emulated_cublaslt import EmulatedCublasLt
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
@@ -150,7 +150,7 @@ def test_rows_are_padded_once_an_mlp(backwards: bool, fused: bool) -> None:
         handle.state.formats = (Format.FP8, Format.FP8, Format.BF16 if fused else Format.FP8)
     experts, activations = chunk.decoder.layers[0].mlp.experts, Noting()
     registry.context.backend = HopperBackend(
-        operands, scaled_mm=scaled_mm, activations=activations, groups=emulated_grouped
+        operands, EmulatedCublasLt(), activations=activations, groups=emulated_grouped
     )
     in_memory(experts, backwards=backwards)
     splits = [5, 0, 130, 3]
@@ -183,7 +183,7 @@ def test_weights_are_quantised_while_the_host_would_wait_for_numbers_of_rows() -
             return operands.quantize_group_blocks(w, spec)
 
     registry.context.backend = HopperBackend(
-        Quantizers, scaled_mm=scaled_mm, activations=swiglu, groups=emulated_grouped
+        Quantizers, EmulatedCublasLt(), activations=swiglu, groups=emulated_grouped
     )
     in_memory(layer.experts, backwards=True)
     x, probs, routes = torch.randn(64, 128).bfloat16(), torch.rand(64, 4), torch.rand(64, 4) < 0.5

@@ -8,7 +8,7 @@ and measuring passes then use a backend of this room."""
 EMULATIONS = ("reference", "emulated")
 """Backends that show what formats do to training, and save no time."""
 
-LIBRARIES = ("auto", "deepgemm", "cublas", "torch")
+LIBRARIES = ("auto", "deepgemm", "cublas")
 """Values of ``gemm_library``, the library that runs fp8 and fp4 products. ``auto``: cuBLASLt, and on Hopper DeepGEMM
-for fprop and dgrad if all ranks can load it, with cuBLASLt's bits. ``deepgemm`` and ``cublas`` are the same with and
-without DeepGEMM, and raise an error if the library cannot be loaded. ``torch``: torch's scaled GEMM."""
+for fprop and dgrad if all ranks can load it, with cuBLASLt's bits. ``deepgemm`` raises an error if DeepGEMM cannot be
+loaded, ``cublas`` does not use it."""

@@ -137,7 +137,7 @@ class GemmBackend:
 
     name = "reference"
     products = ""
-    """The library that multiplies, if it depends on what this machine can load: DeepGEMM, cuBLASLt or torch."""
+    """The library that multiplies, if it depends on what this machine can load: DeepGEMM or cuBLASLt."""
     replayed: Mapping[str, Any] = MappingProxyType({})
     """The methods whose calls C++ repeats."""
     fuses_swiglu = False

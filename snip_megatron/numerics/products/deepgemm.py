@@ -87,10 +87,10 @@ class DeepGemm:
     seconds: Callable[[Callable[[], object]], float] = seconds_on_gpu
     _is_slower: dict[tuple[int, int, int], bool] = field(default_factory=dict, init=False)
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, library: CublasLt | None = None) -> Tensor | None:
-        """Return :meth:`product`, or None if ``library``, cuBLASLt, is faster. Without a library nothing is timed."""
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, library: CublasLt) -> Tensor | None:
+        """Return :meth:`product`, or None if ``library``, cuBLASLt, is faster."""
         size = a.rows, b.rows, a.values.shape[1]
-        if size not in self._is_slower and library is not None and self._fits(a, b, dtype) and self._may_time(a.values):
+        if size not in self._is_slower and self._fits(a, b, dtype) and self._may_time(a.values):
             self._is_slower[size] = self._compare(a, b, library)
         return None if self._is_slower.get(size, False) else self.product(a, b, dtype)
 
@@ -130,13 +130,11 @@ class DeepGemm:
         return bool(ours > theirs)
 
 
-def deepgemm(library: CublasLt | None) -> tuple[DeepGemm | None, str]:
-    """Return DeepGEMM, or None if it cannot be used on this machine or there is no cuBLASLt, ``library``, to compare it
-    with (:func:`difference`); and a phrase for the log.
-    """
+def deepgemm() -> tuple[DeepGemm | None, str]:
+    """Return DeepGEMM, or None if it cannot be used on this machine; and a phrase for the log."""
     from snip_megatron.numerics.quantize.kernels.compiler import replace_nvcc
 
-    reason = why_not() or ("needs cuBLASLt 12.9 to compare with" if library is None else None)
+    reason = why_not()
     if reason is None:
         try:
             replace_nvcc(find_nvcc() or "nvcc")

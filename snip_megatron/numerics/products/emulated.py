@@ -44,7 +44,6 @@ class EmulatedBackend(GemmBackend):
     ) -> None:
         self._quantize_exact = quantize
         self._library = library
-        self.products = "torch" if library is None else "cuBLASLt"
         self._tiled = tiled
         self._in_torch = False
 

@@ -4,9 +4,9 @@ In fp8 and fp4, fprop and dgrad multiply operands in 1×128 tiles by operands in
 wgrad are in 1×128 tiles. An E2M1 number is exact in E4M3, so that fp4 has its own numerics at the speed of fp8.
 fp8_tensor has one scale per tensor. Another backend runs GEMMs in the other formats. See README.md.
 
-cuBLAS multiplies A·Bᵀ if the rows of A are a multiple of 4, the rows of B of 16 and the reduction of 128. The reduction
-is padded when operands are made, and the rows of A are padded here. Products with other numbers of rows of B are
-dequantised and multiplied in FP32.
+cuBLASLt multiplies A·Bᵀ if the rows of A are a multiple of 4, the rows of B of 16 and the reduction of 128. The
+reduction is padded when operands are made, and the rows of A are padded here. Products with other numbers of rows of B
+are dequantised and multiplied in FP32.
 """
 
 from collections.abc import Callable, Collection
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.functional import ScalingType
 
 from snip_megatron.numerics.products.backend import REFERENCE, Formats, GemmBackend, GemmOperand, UnquantizedOperand
 from snip_megatron.numerics.products.cublaslt import Choices, CublasLt, accumulate_plain, is_gradient
@@ -33,11 +32,6 @@ NATIVE = frozenset((*TILED, Format.FP8_TENSOR, Format.BF16))
 _TILED, _QUANTIZED = frozenset(TILED), NATIVE - {Format.BF16}
 _OTHERS = frozenset(Format) - _QUANTIZED
 _ROWS_OF_A, _ROWS_OF_B = 4, 16
-_RECIPES = {
-    "tile": ScalingType.BlockWise1x128,
-    "block": ScalingType.BlockWise128x128,
-    "tensor": ScalingType.TensorWise,
-}
 _OUTPUTS = (torch.bfloat16, torch.float32)
 
 
@@ -46,9 +40,7 @@ class HopperBackend(GemmBackend):
 
     Args:
         quantizers: the module ``quantize.operands``, or ``quantize.kernels.quantize``, its functions in Triton.
-        scaled_mm: ``torch.nn.functional.scaled_mm``; tests on a CPU pass an emulation.
-        library: cuBLASLt, which accumulates inside the GEMM. If it is None, ``scaled_mm`` multiplies and accumulation
-            is a separate addition.
+        library: cuBLASLt; tests on a CPU pass an emulation.
         choices: products that use another proposal of cuBLASLt than the first.
         faster: DeepGEMM, which multiplies where it is faster than ``library``. None if it is not used.
         others: the backend that runs GEMMs in formats that these tensor cores do not have.
@@ -62,9 +54,8 @@ class HopperBackend(GemmBackend):
     def __init__(
         self,
         quantizers: Any,
+        library: CublasLt,
         *,
-        scaled_mm: Callable[..., Tensor] = functional.scaled_mm,
-        library: CublasLt | None = None,
         choices: Choices = MappingProxyType({}),
         faster: DeepGemm | None = None,
         others: GemmBackend = REFERENCE,
@@ -73,14 +64,13 @@ class HopperBackend(GemmBackend):
         add_wgrad: Callable[..., None] = add_wgrad,
     ) -> None:
         self._quantizers = quantizers
-        self._scaled_mm = scaled_mm
         self._library = library
         self._choices = choices
         self._faster = faster
         self._others = others
         self._activations = activations
         self._groups = groups
-        self.products = "DeepGEMM" if groups is not None else "torch" if library is None else "cuBLASLt"
+        self.products = "cuBLASLt" if groups is None else "DeepGEMM"
         self._add_wgrad = add_wgrad
         self.fuses_swiglu = activations is not None
 
@@ -148,15 +138,16 @@ class HopperBackend(GemmBackend):
             if isinstance(a, UnquantizedOperand) and a.format is Format.BF16:
                 return super().multiply(gemm, a, b, dtype, out)
             return self._others.multiply(gemm, a, b, dtype, out)
-        wgrad = gemm is Gemm.WGRAD
+        wgrad, padding = gemm is Gemm.WGRAD, -a.rows % _ROWS_OF_A
+        if padding:
+            padded = self.multiply(gemm, _padded(a, padding), b, dtype)[:-padding]
+            return out.add_(padded) if wgrad and out is not None else padded
         output = torch.float32 if wgrad or dtype not in _OUTPUTS else dtype
         product: Tensor | None = None
-        if a.rows == 0 or not (b.rows > 0 and b.rows % _ROWS_OF_B == 0 and b.values.shape[1] > 0):
-            product = a.dequantize() @ b.dequantize().t()
-        elif not a.rows % _ROWS_OF_A:
+        if a.rows > 0 and b.rows > 0 and b.rows % _ROWS_OF_B == 0 and b.values.shape[1] > 0:
             if self._faster is not None and not wgrad:
                 product = self._faster.multiply(a, b, output, self._library)
-            if product is None and self._library is not None:  # torch's scaled GEMM asks for proposals in every call
+            if product is None:
                 fast, choice = a.scaling == "tensor" and not wgrad, 0
                 if fast and output is torch.bfloat16:
                     choice = self._choices.get((a.rows, b.rows, a.values.shape[1]), 0)
@@ -166,21 +157,14 @@ class HopperBackend(GemmBackend):
                         return out
                 target = out if output is dtype and not wgrad else None
                 product = self._library.multiply(a, b, output, fast=fast, choice=choice, out=target)
-        if product is None:
-            product = self._scaled(a, b, output, fast=a.scaling == "tensor" and not wgrad)
+        if product is None:  # cuBLASLt has no kernel
+            product = a.dequantize() @ b.dequantize().t()
         if wgrad and out is not None:
             return out.add_(product)
         return product if product.dtype is dtype else product.to(dtype)
 
     def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
         return accumulate_plain(self._library, g, x, out)
-
-    def _scaled(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool) -> Tensor:
-        """Return a·bᵀ [a.rows, b.rows] by torch's scaled GEMM."""
-        padded = _padded(a)
-        recipes = _RECIPES[a.scaling], _RECIPES[b.scaling]
-        arguments = padded.values, b.values.t(), padded.scale, recipes[0], b.scale, recipes[1]
-        return self._scaled_mm(*arguments, output_dtype=dtype, use_fast_accum=fast)[: a.rows]
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
         if n % TILE or k % TILE or dtype is not torch.bfloat16:
@@ -189,11 +173,8 @@ class HopperBackend(GemmBackend):
         return HopperGroups(self.quantize, self.multiply, self._quantizers, self._add_wgrad, self._groups, swiglu)
 
 
-def _padded(a: Operand) -> Operand:
-    """Return ``a``, padded with zero rows to a multiple of 4."""
-    padding = -a.rows % _ROWS_OF_A
-    if not padding:
-        return a
+def _padded(a: Operand, padding: int) -> Operand:
+    """Return ``a`` with ``padding`` more rows, which are zero."""
     values = functional.pad(a.values.view(torch.uint8), (0, 0, 0, padding)).view(a.values.dtype)
     if a.scaling == "tensor":
         return a._replace(values=values)

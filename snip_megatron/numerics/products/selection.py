@@ -10,6 +10,7 @@ import torch
 from snip_megatron.numerics.products import BACKENDS, LIBRARIES
 from snip_megatron.numerics.products.backend import REFERENCE, REPLAYED, GemmBackend
 from snip_megatron.numerics.products.check import wrong_numbers
+from snip_megatron.numerics.products.cublaslt import cublaslt, measured_choices
 from snip_megatron.numerics.products.hopper import NATIVE
 from snip_megatron.numerics.products.transformer_engine import (
     on_blackwell,
@@ -103,10 +104,7 @@ def _select(
         refusal = _why_not_emulated() or _fault(checked)
         if refusal is not None:
             raise SnipError(f"--snip-gemm emulated: {refusal}; use --snip-gemm auto or reference")
-        return Selection(
-            _emulated(with_cublaslt=library != "torch"),
-            f"as asked; exact numerics on the bf16 tensor cores of {_card()}",
-        )
+        return Selection(_emulated(), f"as asked; exact numerics on the bf16 tensor cores of {_card()}")
     refusal = why_not_hopper()
     if refusal is None:
         fault = None if checked is None or NATIVE.issuperset(checked) else _fault(set(checked) - NATIVE)
@@ -118,19 +116,17 @@ def _select(
         raise SnipError(f"--snip-gemm hopper: {refusal}; use --snip-gemm auto or reference")
     if on_blackwell():
         refusal = why_not_transformer_engine(formats) or "these are no linears of Transformer Engine"
-    return _select_emulation(refusal, checked, library)
+    return _select_emulation(refusal, checked)
 
 
-def _select_emulation(refusal: str, formats: Collection[Format] | None, library: str) -> Selection:
+def _select_emulation(refusal: str, formats: Collection[Format] | None) -> Selection:
     """Return what ``auto`` takes where nothing is native: exact numerics on bf16 tensor cores, or plain torch."""
     if _why_not_emulated() is not None:
         return Selection(REFERENCE, f"{refusal}: emulation, slower than bf16")
     fault = _fault(formats)
     if fault is not None:
         return Selection(REFERENCE, f"{refusal}; {fault}: emulation, slower than bf16")
-    return Selection(
-        _emulated(with_cublaslt=library != "torch"), f"{refusal}: exact numerics on the bf16 tensor cores of {_card()}"
-    )
+    return Selection(_emulated(), f"{refusal}: exact numerics on the bf16 tensor cores of {_card()}")
 
 
 def _fault(formats: Collection[Format] | None) -> str | None:
@@ -167,13 +163,12 @@ def _why_not_emulated() -> str | None:
 
 
 @functools.cache
-def _emulated(*, with_cublaslt: bool = True) -> GemmBackend:
-    from snip_megatron.numerics.products.cublaslt import cublaslt
+def _emulated() -> GemmBackend:
     from snip_megatron.numerics.products.emulated import EmulatedBackend
     from snip_megatron.numerics.products.tiled_kernel import multiply
     from snip_megatron.numerics.quantize.kernels.exact import quantize_exact
 
-    return EmulatedBackend(quantize_exact, cublaslt() if with_cublaslt else None, multiply)
+    return EmulatedBackend(quantize_exact, cublaslt(), multiply)
 
 
 def why_not_hopper() -> str | None:
@@ -184,8 +179,8 @@ def why_not_hopper() -> str | None:
     if capability != _HOPPER:
         name = torch.cuda.get_device_name()
         return f"needs a Hopper GPU (sm_90) and {name} is sm_{capability[0]}{capability[1]}"
-    if not hasattr(torch.nn.functional, "scaled_mm"):
-        return f"needs torch.nn.functional.scaled_mm, which torch {torch.__version__} does not have"
+    if cublaslt() is None:
+        return f"needs cuBLASLt 12.9 or later, which torch {torch.__version__} did not bring"
     if not has_triton():
         return "needs triton, which cannot be imported here"
     return None
@@ -195,32 +190,28 @@ def why_not_hopper() -> str | None:
 def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, str]:
     """Return the backend, and the names of the libraries that multiply.
 
-    Raises SnipError if ``library_name`` names a library that cannot be loaded.
+    Raises SnipError if ``library_name`` is "deepgemm", and DeepGEMM cannot be loaded.
     """
     # Triton is installed only on machines with a GPU.
-    from snip_megatron.numerics.products.cublaslt import cublaslt, measured_choices
     from snip_megatron.numerics.products.deepgemm import deepgemm, grouped_library
     from snip_megatron.numerics.products.grouped_wgrad import add_wgrad
     from snip_megatron.numerics.products.hopper import HopperBackend
     from snip_megatron.numerics.quantize.kernels import quantize as triton_quantize
     from snip_megatron.numerics.quantize.kernels import swiglu as triton_swiglu
 
-    library = None if library_name == "torch" else cublaslt()
-    choices = {} if library is None else measured_choices(library.version, torch.cuda.get_device_name())
-    faster, products = None, "cuBLASLt" if library is not None else "torch's scaled GEMM"
-    if library is None and library_name != "torch":
-        products += ", because cuBLASLt 12.9 or later cannot be loaded"
-    if library_name in ("auto", "deepgemm"):
-        faster, reason = deepgemm(library)
+    library, faster, products = cublaslt(), None, "cuBLASLt"
+    assert library is not None
+    if library_name != "cublas":
+        faster, reason = deepgemm()
         products = reason if faster is not None else f"{products}; {reason}"
-    if (library_name == "deepgemm" and faster is None) or (library_name == "cublas" and library is None):
+    if library_name == "deepgemm" and faster is None:
         raise SnipError(f"--snip-settings gemm_library={library_name}: it cannot be used here: {products}; use auto")
     backend = HopperBackend(
         triton_quantize,
-        library=library,
-        choices=choices,
+        library,
+        choices=measured_choices(library.version, torch.cuda.get_device_name()),
         faster=faster,
-        others=_emulated(with_cublaslt=library_name != "torch") if emulates else REFERENCE,
+        others=_emulated() if emulates else REFERENCE,
         activations=triton_swiglu,
         groups=None if faster is None else grouped_library(),
         add_wgrad=add_wgrad,

@@ -27,7 +27,7 @@ from snip_megatron.numerics.quantize.kernels import swiglu as kernels
 from snip_megatron.precision import Format, Formats, Gemm, PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
-from tests.unit.numerics.products.emulated_scaled_mm import scaled_mm
+from tests.unit.numerics.products.emulated_cublaslt import EmulatedCublasLt
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
@@ -97,7 +97,7 @@ def recomputed(mlp: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS = Counting()
-BACKEND = HopperBackend(operands, scaled_mm=scaled_mm, activations=ACTIVATIONS)
+BACKEND = HopperBackend(operands, EmulatedCublasLt(), activations=ACTIVATIONS)
 
 
 class Run:

@@ -235,7 +235,9 @@ def test_the_first_start_measures_and_later_ones_find_the_same(
 def test_times_of_another_library_are_not_taken() -> None:
     """DeepGEMM that is installed may be loaded by one start and not by the next, which finds no CUDA toolkit."""
     without, having = GemmBackend(), GemmBackend()
-    without.products, having.products = (HopperBackend(operands, groups=groups).products for groups in (None, object()))
+    without.products, having.products = (
+        HopperBackend(operands, object(), groups=groups).products for groups in (None, object())
+    )
     measured = own(None, FakeClock(), backend=without).measure()
     assert own(None, backend=without).known() == measured
     assert own(None, backend=having).known() is None

@@ -23,7 +23,7 @@ from snip_megatron.timing.log_grid import LogGrid
 from snip_megatron.timing.measure import Call, HostClock, Measurer
 from snip_megatron.timing.table import TimingTable
 from tests.unit.numerics.products import emulated_grouped
-from tests.unit.numerics.products.emulated_scaled_mm import scaled_mm
+from tests.unit.numerics.products.emulated_cublaslt import EmulatedCublasLt
 
 FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
 WORKLOAD = Workload(
@@ -33,7 +33,7 @@ WORKLOAD = Workload(
     attention=((32, 2, 16),),
     grouped=((3, 128, 128, 256),),
 )
-BACKENDS = [REFERENCE, HopperBackend(operands, scaled_mm=scaled_mm, activations=swiglu, groups=emulated_grouped)]
+BACKENDS = [REFERENCE, HopperBackend(operands, EmulatedCublasLt(), activations=swiglu, groups=emulated_grouped)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
@@ -83,7 +83,7 @@ def test_a_size_that_a_library_refuses_is_left_out_and_named() -> None:
                 raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
             return result
 
-    backend = Refusing(operands, scaled_mm=scaled_mm)
+    backend = Refusing(operands, EmulatedCublasLt())
     table = calibrate(Measurer(backend, HostClock(), FORMATS), WORKLOAD, {})
     assert set(table.gemms) == {(128, 128, 128)}
     assert table.about["complete"] is False

@@ -13,15 +13,15 @@ from snip_megatron.numerics.quantize import operands as quantizers_in_torch
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec, quantize_exact
 from snip_megatron.precision import Format, Gemm
 
-from .emulated_scaled_mm import scaled_mm
+from .emulated_cublaslt import EmulatedCublasLt
 
 QUANTISED = [fmt for fmt in Format if fmt is not Format.BF16]
 EVEN = (256, 384, 512)  # T, N, K
 
 
 def hopper(quantizers: Any = quantizers_in_torch, **options: Any) -> HopperBackend:
-    """The Hopper backend over emulated cuBLAS."""
-    return HopperBackend(quantizers, **{"scaled_mm": scaled_mm, **options})
+    """The Hopper backend over emulated cuBLASLt."""
+    return HopperBackend(quantizers, **{"library": EmulatedCublasLt(), **options})
 
 
 BACKENDS: dict[str, Callable[[], GemmBackend]] = {

@@ -11,6 +11,7 @@ import torch
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format, Gemm
 
+from .emulated_cublaslt import EmulatedCublasLt
 from .products import BACKENDS, EVEN, assert_reference, hopper, operands
 
 BF16, FP8, FP4, TENSOR, NVFP4 = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4
@@ -41,26 +42,12 @@ def test_other_dtypes(name: str, dtype: torch.dtype, formats: Any) -> None:
     assert_reference(BACKENDS[name](), TAILS, formats, dtype)
 
 
-class Library:
-    """cuBLASLt, which adds inside the GEMM; or has no such kernel, if not ``adds``."""
-
-    def __init__(self, adds: bool) -> None:
-        self.adds = adds
-
-    def multiply(self, a: Any, b: Any, dtype: torch.dtype, *, out: Any = None, add: bool = False, **_: Any) -> Any:
-        product = a.dequantize() @ b.dequantize().t()
-        if add:
-            return out.add_(product) if self.adds else None
-        return product.to(dtype)
-
-
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wgrad_is_added_inside_the_gemm_where_the_library_can(adds: bool, dtype: torch.dtype) -> None:
-    library = Library(adds)
     x, _, g = operands(*EVEN)
     g_col, x_col = (hopper().quantize(each, OperandSpec(None, FP8))[1] for each in (g, x))
     out = torch.ones(EVEN[1], EVEN[2], dtype=dtype)
     expected = out + (g_col.dequantize() @ x_col.dequantize().t())
-    assert hopper(library=library).multiply(Gemm.WGRAD, g_col, x_col, torch.float32, out) is out
+    assert hopper(library=EmulatedCublasLt(adds=adds)).multiply(Gemm.WGRAD, g_col, x_col, torch.float32, out) is out
     torch.testing.assert_close(out, expected.to(dtype))

@@ -57,11 +57,11 @@ def test_on_hopper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert select_backend("reference").backend is REFERENCE
 
 
-def test_a_torch_without_scaled_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, (9, 0))
-    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+    monkeypatch.setattr(selection, "cublaslt", lambda: None)
     assert select_backend("auto").backend.name == "emulated"
-    with pytest.raises(SnipError, match=r"needs torch.nn.functional.scaled_mm, which torch .* does not have"):
+    with pytest.raises(SnipError, match=r"needs cuBLASLt 12.9 or later, which torch .* did not bring"):
         select_backend("hopper")
 
 
