@@ -11,7 +11,6 @@ from snip_megatron.numerics.products import BACKENDS, LIBRARIES
 from snip_megatron.numerics.products.backend import REFERENCE, REPLAYED, GemmBackend
 from snip_megatron.numerics.products.check import wrong_numbers
 from snip_megatron.numerics.products.cublaslt import cublaslt, measured_choices
-from snip_megatron.numerics.products.hopper import NATIVE
 from snip_megatron.numerics.products.transformer_engine import (
     on_blackwell,
     transformer_engine_gemms,
@@ -23,7 +22,7 @@ from snip_megatron.precision.errors import SnipError
 
 _AMPERE = (8, 0)
 _HOPPER = (9, 0)
-_CHECKED = (Format.FP8, Format.NVFP4, Format.MXFP8)  # one of each kind of scale
+_SAMPLE = (Format.FP8, Format.NVFP4, Format.MXFP8)  # one of each kind of scale
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,15 @@ def select_backend(
         raise SnipError(f"--snip-gemm {name}: unknown; choose one of {', '.join(BACKENDS)}")
     if library not in LIBRARIES:
         raise SnipError(f"--snip-settings gemm_library={library}: unknown; choose one of {', '.join(LIBRARIES)}")
-    selection = _select(name, formats, library, formats if checks else ())
-    if checks and selection.backend.name == "hopper":
-        reasons = selection.reason, selection.backend.check("cuda", ()), launch_from_cpp(selection.backend)
-        return replace(selection, reason="; ".join(filter(None, reasons)))
-    return selection
+    selection = _select(name, formats, library)
+    if not checks:
+        return selection
+    backend, reasons = selection.backend, [selection.reason]
+    checked = _SAMPLE if formats is None and backend.name == "emulated" else formats or ()
+    reasons.append(backend.check("cuda", checked) or "")
+    if backend.name == "hopper":
+        reasons.append(launch_from_cpp(backend))
+    return replace(selection, reason="; ".join(filter(None, reasons)))
 
 
 def resolve_gemm(name: str, formats: Collection[Format] | None, *, te_linears: bool) -> str:
@@ -82,12 +85,7 @@ def native_backend(name: str, *, te_linears: bool = False) -> str | None:
     return "hopper" if name in ("auto", "hopper", "transformer_engine") and why_not_hopper() is None else None
 
 
-def _select(
-    name: str,
-    formats: Collection[Format] | None,
-    library: str,
-    checked: Collection[Format] | None,
-) -> Selection:
+def _select(name: str, formats: Collection[Format] | None, library: str) -> Selection:
     if name == "reference":
         return Selection(REFERENCE, "as asked")
     if name == "transformer_engine":
@@ -97,47 +95,25 @@ def _select(
         if refusal is not None:
             instead = "emulated" if on_blackwell() else "auto"
             raise SnipError(f"--snip-gemm transformer_engine: {refusal}; use --snip-gemm {instead}")
-        selection = _select("auto", formats, library, checked)
-        reason = f"by Transformer Engine's linears on {_card()}; probes by {selection.backend.name}"
-        return replace(selection, reason=reason)
-    if name == "emulated":
-        refusal = _why_not_emulated() or _fault(checked)
-        if refusal is not None:
-            raise SnipError(f"--snip-gemm emulated: {refusal}; use --snip-gemm auto or reference")
-        return Selection(_emulated(), f"as asked; exact numerics on the bf16 tensor cores of {_card()}")
-    refusal = why_not_hopper()
-    if refusal is None:
-        fault = None if checked is None or NATIVE.issuperset(checked) else _fault(set(checked) - NATIVE)
-        backend, products = _hopper(library, emulates=fault is None)
-        if fault is not None:
-            products += f"; {fault}, so that such formats are emulated in torch, slower than bf16"
+        selection = _select("auto", formats, library)
+        probes = selection.backend.name
+        return replace(selection, reason=f"by Transformer Engine's linears on {_card()}; probes by {probes}")
+    reason = why_not_hopper()
+    if reason is None and name != "emulated":
+        backend, products = _hopper(library)
         return Selection(backend, f"{_card()}; {products}")
     if name == "hopper":
-        raise SnipError(f"--snip-gemm hopper: {refusal}; use --snip-gemm auto or reference")
-    if on_blackwell():
-        refusal = why_not_transformer_engine(formats) or "these are no linears of Transformer Engine"
-    return _select_emulation(refusal, checked)
-
-
-def _select_emulation(refusal: str, formats: Collection[Format] | None) -> Selection:
-    """Return what ``auto`` takes where nothing is native: exact numerics on bf16 tensor cores, or plain torch."""
-    if _why_not_emulated() is not None:
-        return Selection(REFERENCE, f"{refusal}: emulation, slower than bf16")
-    fault = _fault(formats)
-    if fault is not None:
-        return Selection(REFERENCE, f"{refusal}; {fault}: emulation, slower than bf16")
-    return Selection(_emulated(), f"{refusal}: exact numerics on the bf16 tensor cores of {_card()}")
-
-
-def _fault(formats: Collection[Format] | None) -> str | None:
-    """Return what is wrong with the emulated GEMMs of ``formats`` on this device, or None."""
-    chosen = tuple(fmt for fmt in Format if fmt in (_CHECKED if formats is None else formats))
-    return _cached_fault(chosen)
-
-
-@functools.cache
-def _cached_fault(formats: tuple[Format, ...]) -> str | None:
-    return wrong_numbers(_emulated(), "cuda", formats)
+        raise SnipError(f"--snip-gemm hopper: {reason}; use --snip-gemm auto or reference")
+    refusal = _why_not_emulated()
+    if name == "emulated":
+        if refusal is not None:
+            raise SnipError(f"--snip-gemm emulated: {refusal}; use --snip-gemm auto or reference")
+        reason = "as asked"
+    elif on_blackwell():
+        reason = why_not_transformer_engine(formats) or "these are no linears of Transformer Engine"
+    if refusal is not None:
+        return Selection(REFERENCE, f"{reason}: emulation, slower than bf16")
+    return Selection(_emulated(), f"{reason}: exact numerics on the bf16 tensor cores of {_card()}")
 
 
 def _card() -> str:
@@ -187,7 +163,7 @@ def why_not_hopper() -> str | None:
 
 
 @functools.cache
-def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, str]:
+def _hopper(library_name: str) -> tuple[GemmBackend, str]:
     """Return the backend, and the names of the libraries that multiply.
 
     Raises SnipError if ``library_name`` is "deepgemm", and DeepGEMM cannot be loaded.
@@ -211,7 +187,7 @@ def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, s
         library,
         choices=measured_choices(library.version, torch.cuda.get_device_name()),
         faster=faster,
-        others=_emulated() if emulates else REFERENCE,
+        others=_emulated(),
         activations=triton_swiglu,
         groups=None if faster is None else grouped_library(),
         add_wgrad=add_wgrad,

@@ -17,7 +17,6 @@ from snip_megatron.sensitivity.quantization_error import squared_errors
 from snip_megatron.sensitivity.recorder import (
     Boundary,
     LinearRecorder,
-    OutputErrorDots,
     Pass,
     TokenShard,
     directly,
@@ -258,66 +257,6 @@ def test_experts_share_a_row_and_keep_columns_of_their_own() -> None:
     assert (row.elements, row.flops) == (4.0 * N * K, 2.0 * 2 * N * K)
 
 
-# -- two tensor parallel ranks, simulated ----------------------------------------------------------------------
-def shards(linear: LinearId, sequence_parallel: bool) -> list[tuple[LinearHandle, Any]]:
-    """Per rank: its handle and the function Microbatch -> what its backward sees (x, w, g, d_local, d_reduced)."""
-    found = []
-    for rank in range(2):
-        # Gated halves for the column-parallel linear: rows 0–63 and 128–191 on rank 0. All multiples of no tile.
-        out = torch.arange(N).view(2, 2, -1)[:, rank].reshape(-1)
-        inner = torch.arange(K).chunk(2)[rank]
-        tokens = torch.arange(T).chunk(2)[rank] if sequence_parallel else torch.arange(T)
-
-        def column(b: Microbatch, out: torch.Tensor = out, tokens: torch.Tensor = tokens) -> tuple[torch.Tensor, ...]:
-            w, g = b.w[out], b.g[:, out]
-            whole = b.g.float() @ b.w.float()
-            return b.x, w, g, g.float() @ w.float(), whole[tokens]
-
-        def row(b: Microbatch, inner: torch.Tensor = inner) -> tuple[torch.Tensor, ...]:
-            w = b.w[:, inner]
-            d = b.g.float() @ w.float()
-            return b.x[:, inner], w, b.g, d, d
-
-        if linear is COLUMN:
-            found.append((place(linear, rank=rank, size=2, out_features=out), column))
-        else:
-            found.append((place(linear, rank=rank, size=2, in_features=inner), row))
-    return found
-
-
-@pytest.mark.parametrize("tokens", [T, 64], ids=["all", "sample"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
-def test_the_sum_over_shards_is_the_whole(
-    linear: LinearId, sequence_parallel: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every column, with nothing counted twice. N/4 = 64: W's blocks and G's tiles along N fall differently on two
-    ranks, so the errors of those are compared loosely; the rest to FP32 summation."""
-    monkeypatch.setattr("snip_megatron.sensitivity.recorder.OUTPUT_TOKENS", tokens)
-    batches = microbatches()
-    whole = recorded(linear, batches, 64)
-    parts = [(LinearRecorder(handle, FORMATS, 64), local) for handle, local in shards(linear, sequence_parallel)]
-    for recorder, local in parts:
-        for i, b in enumerate(batches):
-            record(recorder, i, *local(b))
-    first, second = (recorder for recorder, _ in parts)
-    for i, other in enumerate(second.dots):  # what the all-reduce over the tensor parallel group does
-        own = first.dots[i]
-        known = None if own.dots is None or other.dots is None else own.dots + other.dots
-        assert (known is None) == (tokens == T)
-        first.dots[i] = second.dots[i] = OutputErrorDots(
-            own.values + other.values, own.rows, own.norms2 + other.norms2, known
-        )
-    row = LinearRow(str(linear), 0, N, K)
-    one, two = table_of(row, whole), table_of(row, first, second)
-    tiled = {"dw2", "dg_row2", "c2", "e2"} if linear is COLUMN else {"dw2", "dx_row2", "c2"}
-    for name, expected in one.arrays.items():
-        rtol = 0.15 if name.split(".")[-1] in tiled else 2e-5
-        np.testing.assert_allclose(two.arrays[name], expected, rtol=rtol, err_msg=name)
-    assert float(one.arrays["linear.x2"][0]) > 0
-
-
-WHOLE = TokenShard(rank=0, size=1, reports=True)
 SEQUENCE, BATCH, HIDDEN = 32, 2, 8
 
 
@@ -353,16 +292,15 @@ class Sub:
         self.noise = [torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator) * 0.1 for _ in range(2)]
         self.top = [torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator) for _ in range(2)]
 
-    def run(self, low: Boundary, high: Boundary, phase: Pass, tokens: slice) -> None:
-        """A pass over the tokens that a rank holds."""
+    def run(self, low: Boundary, high: Boundary, phase: Pass) -> None:
         low.start(phase)
         high.start(phase)
         for h, noise, top in zip(self.h, self.noise, self.top, strict=True):
-            stream = (h + noise if phase is Pass.FORWARD_NOISE else h)[tokens].clone().requires_grad_()
+            stream = (h + noise if phase is Pass.FORWARD_NOISE else h.clone()).requires_grad_()
             low.on_forward(stream)
             out = self.out(stream)
             high.on_forward(out)
-            out.backward(top[tokens])
+            out.backward(top)
 
     def out(self, h: torch.Tensor) -> torch.Tensor:
         return h + torch.tanh(h @ self.a)
@@ -372,12 +310,12 @@ class Sub:
         return top + (top * (1 - torch.tanh(h @ self.a).square())) @ self.a.t()
 
 
-def probe(shard: TokenShard, sample: int, tokens: slice = slice(None)) -> tuple[Boundary, Boundary]:
+def probe(sample: int) -> tuple[Boundary, Boundary]:
     """All passes over one sub-block between two boundaries."""
-    low, high = Boundary(4, shard, sample), Boundary(5, shard, sample)
+    low, high = (Boundary(index, TokenShard(rank=0, size=1, reports=True), sample) for index in (4, 5))
     sub = Sub()
     for phase in Pass:
-        sub.run(low, high, phase, tokens)
+        sub.run(low, high, phase)
         if phase is Pass.STATISTICS:
             low.finish_statistics(high)
     return low, high
@@ -385,7 +323,7 @@ def probe(shard: TokenShard, sample: int, tokens: slice = slice(None)) -> tuple[
 
 @pytest.mark.parametrize("sample", [16, SEQUENCE * BATCH])
 def test_sums_of_a_boundary_are_the_definitions(sample: int) -> None:
-    low, high = probe(WHOLE, sample)
+    low, high = probe(sample)
     sub = Sub()
     plain, noisy = (
         [sub.gradient(h + n * on, top) for h, n, top in zip(sub.h, sub.noise, sub.top, strict=True)] for on in (0, 1)
@@ -409,13 +347,3 @@ def test_sums_of_a_boundary_are_the_definitions(sample: int) -> None:
         assert float(low.sums[name]) == pytest.approx(value, rel=1e-5), name
     assert "branch_h2" not in high.sums
     assert float(high.sums["r2"]) == pytest.approx(of(sub.top), rel=1e-6)
-
-
-@pytest.mark.parametrize("sample", [1, 16, SEQUENCE * BATCH])
-def test_token_shards_add_up_to_the_whole(sample: int) -> None:
-    whole, quarter = probe(WHOLE, sample), SEQUENCE // 4
-    parts = [probe(TokenShard(r, 4, reports=True), sample, slice(r * quarter, (r + 1) * quarter)) for r in range(4)]
-    for index, boundary in enumerate(whole):
-        for name, value in boundary.sums.items():
-            total = sum(float(part[index].sums[name]) for part in parts)
-            assert total == pytest.approx(float(value), rel=1e-6), name

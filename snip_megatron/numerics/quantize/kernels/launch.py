@@ -60,8 +60,8 @@ def launch(
         values = tuple(constants.values())
         key = (
             kernel, dtypes, numbers, values, tuple(options.values()), tuple([t.get_device() for t in tensors]),
-            _all_aligned(pointers) or tuple([p % _ALIGNED == 0 for p in pointers]),
-            _all_short(counters) or tuple([-(1 << 31) <= c < 1 << 31 for c in counters]),
+            functools.reduce(operator.or_, pointers) % _ALIGNED == 0 or tuple([p % _ALIGNED == 0 for p in pointers]),
+            tuple([-(1 << 31) <= c < 1 << 31 for c in counters]),
         )  # fmt: skip
         compiled = None if listings else _compiled.get(key)
         if compiled is not None:  # addresses instead of tensors, about each of which Triton would ask the driver
@@ -77,14 +77,6 @@ def launch(
     active = recording()
     if active is not None:
         active.launch(compiled, grid, tensors, (*numbers, *counters, *values))
-
-
-def _all_aligned(pointers: list[int]) -> bool:
-    return functools.reduce(operator.or_, pointers) % _ALIGNED == 0
-
-
-def _all_short(counters: tuple[float, ...]) -> bool:
-    return not counters or (min(counters) >= -(1 << 31) and max(counters) < 1 << 31)
 
 
 def recording() -> Any:

@@ -27,21 +27,6 @@ def test_numbers_are_the_reference_s(shape: tuple[int, int, int], formats: Any) 
     assert_reference(backend(), shape, formats)
 
 
-@pytest.mark.parametrize("fmt", QUANTISED)
-def test_error_of_the_gemm_alone(fmt: Format) -> None:
-    """At most 1e-6 beside quantisation, against float64 products of the operands."""
-    b = backend()
-    made = sides(b, *operands(*EVEN), (fmt, fmt, fmt))
-    x, xc, w, wc, g, gc = (side.dequantize().double() for side in made)
-    products = (
-        (b.multiply(Gemm.FPROP, made[0], made[2], torch.float32), x @ w.t()),
-        (b.multiply(Gemm.DGRAD, made[4], made[3], torch.float32), g @ wc),
-        (b.multiply(Gemm.WGRAD, made[5], made[1], torch.float32), gc.t() @ xc),
-    )
-    for found, expected in products:
-        assert float((found.double() - expected).norm() / expected.norm()) < 1e-6
-
-
 @pytest.mark.parametrize("formats", MIXED)
 def test_hopper_leaves_other_formats_to_it(formats: Any) -> None:
     """Maps of native formats and others."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snip_megatron.numerics.products import selection, transformer_engine
+from snip_megatron.numerics.products import emulated, selection, transformer_engine
 from snip_megatron.numerics.products.backend import REFERENCE
 from snip_megatron.numerics.products.selection import native_backend, resolve_gemm, select_backend
 from snip_megatron.precision import Format
@@ -15,7 +15,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    monkeypatch.setattr(selection, "_cached_fault", lambda formats: None)
+    monkeypatch.setattr(emulated, "wrong_numbers", lambda *_: None)
 
 
 def pretend_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,18 +65,13 @@ def test_a_torch_without_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
         select_backend("hopper")
 
 
-@pytest.mark.parametrize("formats", [None, {Format.NVFP4}])
-def test_a_device_where_the_emulation_is_wrong(monkeypatch: pytest.MonkeyPatch, formats: set[Format] | None) -> None:
-    pretend(monkeypatch, (8, 0))
-    monkeypatch.setattr(selection, "_cached_fault", lambda chosen: f"{chosen[-1].value} fails on this device")
-    found = select_backend("auto", formats)
-    assert found.backend is REFERENCE
-    assert "fails on this device: emulation, slower than bf16" in found.reason
-    with pytest.raises(SnipError, match=r"--snip-gemm emulated: \w+ fails on this device; use --snip-gemm auto"):
-        select_backend("emulated", formats)
-    pretend(monkeypatch, (9, 0))
-    monkeypatch.setattr(selection, "_cached_fault", lambda chosen: f"{chosen[-1].value} fails on this device")
-    assert ("so that such formats are emulated in torch" in select_backend("auto", formats).reason) == bool(formats)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_a_device_where_the_emulation_is_wrong(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    pretend(monkeypatch, capability)
+    monkeypatch.setattr(emulated, "wrong_numbers", lambda backend, device, formats: f"{[*formats][-1].value} fails")
+    monkeypatch.setattr(selection._emulated(), "_in_torch", False)  # and again after the test
+    assert "nvfp4 fails: torch emulates, slower than bf16" in select_backend("auto", {Format.NVFP4}).reason
+    assert selection._emulated()._in_torch
 
 
 @pytest.mark.parametrize(
