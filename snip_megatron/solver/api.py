@@ -127,7 +127,7 @@ def _loss(problem: Problem, phase: int, formats: Mapping[str, Format]) -> float:
 
 def _average(problem: Problem, table: Table, savings: Floats, times: Floats) -> float:
     """Return the mean share of the run, or its reference time / time, including what is spent."""
-    done, achieved = (0, 1.0) if problem.spent is None else (problem.spent.steps, problem.spent.achieved)
+    done, achieved = problem.past
     if problem.budget.kind == "fp4":
         shares = [_share(float(saved), float(table.cost[0])) for saved in savings[:, 0]]
         return math.fsum([*(table.steps * shares).tolist(), done * achieved]) / problem.steps

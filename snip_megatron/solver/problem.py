@@ -139,8 +139,12 @@ class Problem:
     @property
     def steps(self) -> int:
         """All steps of the run, spent and remaining; 1 for one map."""
-        remaining = sum(phase.steps for phase in self.phases) or 1
-        return remaining + (self.spent.steps if self.spent is not None else 0)
+        return self.past[0] + (sum(phase.steps for phase in self.phases) or 1)
+
+    @property
+    def past(self) -> tuple[int, float]:
+        """Steps that are spent and what they achieved. Without any, a share or speedup of 1."""
+        return (0, 1.0) if self.spent is None else (self.spent.steps, self.spent.achieved)
 
     def at(self, value: float) -> Problem:
         """Return the problem with another value of its budget."""

@@ -79,11 +79,6 @@ class Solution:
             raise SnipError(f"{request}: {self.fault}{advice}", exit_code=3)
         return self
 
-    @property
-    def finite_speedup(self) -> float | None:
-        """``speedup`` for a JSON file: None also if it is infinite."""
-        return None if self.speedup is None or not math.isfinite(self.speedup) else self.speedup
-
     def to_precision_map(self, version: int = 0) -> PrecisionMap:
         """Return the choices as a map with these figures. Names are not checked here, but when the map is loaded."""
         timed = self.budget.timed
@@ -99,7 +94,7 @@ class Solution:
             solve_seconds=self.solve_seconds,
             budget=self.budget.kind if timed else None,
             loss=self.loss if timed else None,
-            speedup=self.finite_speedup,
+            speedup=self.speedup if self.speedup is not None and math.isfinite(self.speedup) else None,  # for JSON
         )
 
     def to_plan(self, begins: Sequence[int] | None = None, version: int = 0) -> PrecisionPlan:
@@ -187,8 +182,7 @@ def _lowest(problem: Problem, table: Table, savings: Floats) -> tuple[int, str]:
 
 def _highest_budget(problem: Problem, table: Table) -> float | None:
     """Return the highest budget that the fastest assignment meets, rounded down. None if it meets none."""
-    fastest, spent, steps = table.fastest_assignment(), problem.spent, problem.steps
-    done, achieved = (0, 1.0) if spent is None else (spent.steps, spent.achieved)
+    fastest, steps, (done, achieved) = table.fastest_assignment(), problem.steps, problem.past
     saved = table.total_saving(fastest)
     if problem.budget.kind == "fp4":
         limit, least, highest = math.fsum([saved, done * achieved]) / steps, 0.0, 1.0

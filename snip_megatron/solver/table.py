@@ -99,20 +99,25 @@ class Table:
         stages = tuple(sorted({item.stage for item in items}))
         cost = _costs(items, stages)
         rows = _rows(problem, cost, stages)
-        parts = [
-            (group, span) for group in _decisions(items, rows, stages) for span in _spans(group.keeps, len(phases))
-        ]
-        true_loss = np.full((len(parts), max(len(group.formats) for group, _ in parts)), np.inf)
+        groups, halves = _groups(items)
+        spans: list[tuple[int, int]] = []
+        stage: list[int] = []
+        choices: list[tuple[list[Formats], list[Sequence[float]], list[float]]] = []
+        for group in groups:
+            of_group = _choices(group, halves, rows, stages)
+            for span in _spans(group[0].keeps, len(phases)):
+                spans.append(span)
+                stage.append(stages.index(group[0].stage))
+                choices.append(of_group)
+        true_loss = np.full((len(choices), max(len(formats) for formats, _, _ in choices)), np.inf)
         saving = np.zeros_like(true_loss)
-        for d, (group, (a, b)) in enumerate(parts):
-            count = len(group.formats)
-            true_loss[d, :count] = [losses[a] if b == a + 1 else math.fsum(losses[a:b]) for losses in group.losses]
-            saving[d, :count] = group.savings
-        place = {stage: k for k, stage in enumerate(stages)}
+        for d, ((a, b), (formats, losses, savings)) in enumerate(zip(spans, choices, strict=True)):
+            true_loss[d, : len(formats)] = [each[a] if b == a + 1 else math.fsum(each[a:b]) for each in losses]
+            saving[d, : len(formats)] = savings
         return cls(
-            columns=tuple(group.formats for group, _ in parts),
-            span=np.array([span for _, span in parts], dtype=np.int64),
-            stage=np.array([place[group.stage] for group, _ in parts], dtype=np.int64),
+            columns=tuple(tuple(formats) for formats, _, _ in choices),
+            span=np.array(spans, dtype=np.int64),
+            stage=np.array(stage, dtype=np.int64),
             stages=stages,
             loss=true_loss - true_loss.min(axis=1, keepdims=True),
             true_loss=true_loss,
@@ -239,19 +244,12 @@ def _spans(keeps: Collection[int], phases: int) -> list[tuple[int, int]]:
     return list(zip(begins, [*begins[1:], phases], strict=True))
 
 
-@dataclass(frozen=True)
-class _Decision:
-    """Items that are decided together, and every choice for all of them: formats, losses by phase, and saving."""
-
-    stage: int
-    keeps: tuple[int, ...]
-    formats: tuple[Formats, ...]
-    losses: Sequence[Sequence[float]]
-    savings: Sequence[float]
+Halves = Mapping[str, Sequence[Mapping[Format, float]]]
+"""Item id → joint savings, of which it has a half."""
 
 
-def _decisions(items: Sequence[Item], rows: Rows, stages: Sequence[int]) -> list[_Decision]:
-    """Return the decisions of items, which are sorted by id, in the order of their first items."""
+def _groups(items: Sequence[Item]) -> tuple[list[list[Item]], Halves]:
+    """Return the items, which are sorted by id, by decision, in the order of their first items; and shared savings."""
     by_id, groups = {item.id: item for item in items}, {item.id: [item] for item in items}
     halves: dict[str, list[Mapping[Format, float]]] = {}
     for item in items:
@@ -263,13 +261,16 @@ def _decisions(items: Sequence[Item], rows: Rows, stages: Sequence[int]) -> list
                 joined += groups[item.id]
                 groups |= {member.id: joined for member in groups[item.id]}
     unique = {id(group): sorted(group, key=lambda item: item.id) for group in groups.values()}
-    return [_decision(group, halves, rows, stages) for group in sorted(unique.values(), key=lambda group: group[0].id)]
+    return sorted(unique.values(), key=lambda group: group[0].id), halves
 
 
-def _decision(
-    items: Sequence[Item], halves: Mapping[str, Sequence[Mapping[Format, float]]], rows: Rows, stages: Sequence[int]
-) -> _Decision:
-    """Return one decision. That of several items has no choice that another one beats in loss and saving."""
+def _choices(
+    items: Sequence[Item], halves: Halves, rows: Rows, stages: Sequence[int]
+) -> tuple[list[Formats], list[Sequence[float]], list[float]]:
+    """Return every choice for all items of a decision: formats, losses by phase, and saving.
+
+    That of several items has no choice that another one beats in loss and saving.
+    """
     formats: list[Formats] = []
     losses: list[Sequence[float]] = []
     savings: list[float] = []
@@ -282,14 +283,10 @@ def _decision(
         formats.append(chosen)
         losses.append([math.fsum(each) for each in zip(*(choice.losses for choice in choices), strict=True)])
         savings.append(math.fsum([*joint, *(choice.saving for choice in choices)]))
-    options = range(len(formats)) if len(items) == 1 else _undominated(np.array(losses), np.array(savings))
-    return _Decision(
-        items[0].stage,
-        items[0].keeps,
-        tuple(formats[c] for c in options),
-        [losses[c] for c in options],
-        [savings[c] for c in options],
-    )
+    if len(items) == 1:
+        return formats, losses, savings
+    undominated = _undominated(np.array(losses), np.array(savings))
+    return [formats[c] for c in undominated], [losses[c] for c in undominated], [savings[c] for c in undominated]
 
 
 def _undominated(losses: Floats, savings: Floats) -> list[int]:
@@ -319,8 +316,7 @@ def _floor(target: float | None, problem: Problem, rows: Rows) -> float:
 
 def _need(problem: Problem, rows: Rows) -> float:
     """Return the least Σ steps · w of the remaining phases: what is spent counts."""
-    budget, spent, steps = problem.budget, problem.spent, problem.steps
-    done, achieved = (0, 1.0) if spent is None else (spent.steps, spent.achieved)
+    budget, steps, (done, achieved) = problem.budget, problem.steps, problem.past
     if budget.kind == "fp4":
         return math.fsum([budget.value * steps * (1 - SLACK), -done * achieved])
     if budget.kind == "speedup" and rows.reference:

@@ -180,6 +180,8 @@ def _padded(a: Operand, padding: int) -> Operand:
     values = functional.pad(a.values.view(torch.uint8), (0, 0, 0, padding)).view(a.values.dtype)
     if a.scaling == "tensor":
         return a._replace(values=values)
-    scale = torch.ones(a.scale.shape[1], a.rows + padding, dtype=a.scale.dtype, device=a.scale.device).t()
+    # One column more, as in empty_tiles.
+    columns = torch.ones(a.scale.shape[1] + 1, a.rows + padding, dtype=a.scale.dtype, device=a.scale.device)
+    scale = columns[:-1].t()
     scale[: a.rows] = a.scale
     return a._replace(values=values, scale=scale)
