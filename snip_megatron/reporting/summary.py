@@ -430,7 +430,7 @@ def _why_not_worth(summary: RunSummary, judged: Stretch) -> str | None:
     if total is not None and total <= 0:
         return (
             f"updates cost more than the maps save: one pays for itself after {summary.steps_to_pay or 0:,}"
-            " steps; use a longer --snip-update-interval, or --snip-estimator fisher"
+            " steps; use a longer --snip-update-interval"
         )
     if summary.loss is None or summary.loss.steps is None or total is None:
         return None

@@ -121,7 +121,7 @@ def enough_sequences(sequences: int, tokens: int) -> int:
     """Return how many of ``sequences``, with so many ``tokens`` each, a rank measures on: half, until they are few.
 
     More tokens make the standard error smaller, and not what all tokens share: one rounding of the weights, whose
-    effect of first order has either sign (``rises_1b_h200_2026-11-29.json``).
+    effect of first order has either sign (``rises_1b_h200_2026-11-29.json``: ±.6 mnat, of which tokens are .3).
     """
     while sequences % 2 == 0 and sequences * tokens > ENOUGH_TOKENS:
         sequences //= 2
