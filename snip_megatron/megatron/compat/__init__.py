@@ -4,7 +4,6 @@ These names are checked when the modules are imported.
 """
 
 from snip_megatron.megatron.compat.batches import batch_size_ramp, divisible, repeated
-from snip_megatron.megatron.compat.bucket_groups import lighten_buckets
 from snip_megatron.megatron.compat.checkpoints import checkpoint_has, state_beside_model
 from snip_megatron.megatron.compat.gradients import (
     check_gradient_reduction,
@@ -20,6 +19,7 @@ from snip_megatron.megatron.compat.graphs import (
     graphs_leave_experts_out,
     schedule_without_graph,
 )
+from snip_megatron.megatron.compat.host_work import fuse_copies, lighten_buckets
 from snip_megatron.megatron.compat.loop import (
     TrainStep,
     attention_logits_restored,
@@ -35,7 +35,6 @@ from snip_megatron.megatron.compat.loop import (
     wrap_train_step,
 )
 from snip_megatron.megatron.compat.megatron_precision import let_snip_choose
-from snip_megatron.megatron.compat.optimizer_copies import fuse_copies
 from snip_megatron.megatron.compat.optimizers import NEEDS_PACKAGE, PACKAGE, has_package, update_of
 from snip_megatron.megatron.compat.patches import apply, check, set_defaults
 from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_restored, routing_repeated

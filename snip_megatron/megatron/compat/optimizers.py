@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer
@@ -29,34 +29,10 @@ def has_package() -> bool:
     return importlib.util.find_spec("emerging_optimizers") is not None
 
 
-# -- state -----------------------------------------------------------------------------------------------------
-class _LocalState(NamedTuple):
-    """The part of a parameter's optimizer state on this rank.
-
-    It is the range [start, end) of the flattened local parameter, in the parameter ``group`` of the torch ``optimizer``
-    inside Megatron's. ``state`` is that optimizer's, with moments on the device of the parameter. It is empty before
-    the first step.
-    """
-
-    start: int
-    end: int
-    optimizer: torch.optim.Optimizer
-    group: dict[str, Any]
-    state: dict[str, Any]
-
-
-def _local_state(optimizer: Any, param: torch.nn.Parameter) -> _LocalState | None:
-    """Return the part of ``param``'s optimizer state on this rank.
-
-    Returns None if the parameter is frozen or if other ranks hold its whole state. Raises SnipError if the optimizer is
-    neither distributed, fp32 or mixed precision nor a chain of these.
-    """
-    for part in _inner_optimizers(optimizer):
-        sharded = isinstance(part, DistributedOptimizer) and not part.ddp_config.use_megatron_fsdp
-        state = _state_in_buffers(part, param) if sharded else _state_of_parameter(part, param)
-        if state is not None:
-            return state
-    return None
+State = tuple[dict[str, Any], dict[str, Any], int, int]
+"""Parameter group and state of a parameter in torch's optimizer inside Megatron's, with moments on the parameter's
+device, and the range of the flattened local parameter that this rank holds. The state is empty before the first step.
+"""
 
 
 def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
@@ -70,7 +46,7 @@ def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
         yield optimizer
 
 
-def _state_in_buffers(optimizer: Any, param: torch.nn.Parameter) -> _LocalState | None:
+def _state_in_buffers(optimizer: Any, param: torch.nn.Parameter) -> State | None:
     """Return the state in Megatron's distributed optimizer, which shards flat buffers of parameters."""
     if param not in optimizer.model_param_gbuf_map or param not in optimizer.model_param_group_index_map:
         return None
@@ -81,10 +57,10 @@ def _state_in_buffers(optimizer: Any, param: torch.nn.Parameter) -> _LocalState 
     # Megatron's accessor undoes the scaling of reduced-precision states. It fails before the first step.
     tensors = optimizer._get_main_param_and_optimizer_states(param) if state else {}
     moments = {name: value.to(param.device) for name, value in tensors.items() if name.startswith("exp_avg")}
-    return _LocalState(range_.start, range_.end, optimizer.optimizer, group, {**state, **moments})
+    return group, {**state, **moments}, range_.start, range_.end
 
 
-def _state_of_parameter(optimizer: Any, param: torch.nn.Parameter) -> _LocalState | None:
+def _state_of_parameter(optimizer: Any, param: torch.nn.Parameter) -> State | None:
     """Return the state in an optimizer that has every parameter, or the shard of it as a ``DTensor``."""
     main = getattr(param, "main_param", None)
     updated = param if main is None else main
@@ -92,13 +68,10 @@ def _state_of_parameter(optimizer: Any, param: torch.nn.Parameter) -> _LocalStat
         if any(candidate is updated for candidate in group["params"]):
             state = {key: local_part(value) for key, value in optimizer.optimizer.state.get(updated, {}).items()}
             start, end = shard_range(updated) if isinstance(updated, DTensor) else (0, updated.numel())
-            if start == end:
-                return None
-            return _LocalState(start, end, optimizer.optimizer, group, state)
+            return None if start == end else (group, state, start, end)
     return None
 
 
-# -- updates ---------------------------------------------------------------------------------------------------
 _ADAM = {"Adam", "AdamW", "FusedAdam"}
 """Names of classes, because torch, Apex and Transformer Engine have different classes with the same update rule."""
 
@@ -115,25 +88,34 @@ def update_of(optimizer: Any, param: torch.nn.Parameter, steps: int) -> AdamWSta
         The state. None if other ranks hold all of it, or if Adam has not stepped yet.
 
     Raises:
-        SnipError: If the optimizer is not Adam with decoupled weight decay.
+        SnipError: If the optimizer is not Adam with decoupled weight decay, or Megatron's around it is none that is
+            known.
     """
-    local = _local_state(optimizer, param)
-    if local is None:
-        return None
+    for part in _inner_optimizers(optimizer):
+        sharded = isinstance(part, DistributedOptimizer) and not part.ddp_config.use_megatron_fsdp
+        state = _state_in_buffers(part, param) if sharded else _state_of_parameter(part, param)
+        if state is not None:
+            return _adamw(part.optimizer, *state, steps)
+    return None
+
+
+def _adamw(
+    optimizer: Any, group: dict[str, Any], state: dict[str, Any], start: int, end: int, steps: int
+) -> AdamWState | None:
     # An optimizer of which the host holds a part is of the class that updates this part.
-    kind, group = getattr(local.optimizer, "cpu_optimizer_cls", type(local.optimizer)), local.group
+    kind = getattr(optimizer, "cpu_optimizer_cls", type(optimizer))
     if _ADAM.isdisjoint(each.__name__ for each in kind.__mro__):
         raise SnipError(
-            f"optimizer {type(local.optimizer).__name__}: its update is not known; weight divergence supports"
+            f"optimizer {type(optimizer).__name__}: its update is not known; weight divergence supports"
             " --optimizer adam; --snip-estimator fisher needs none"
         )
     # torch says in the parameter group how weights decay, Apex and Transformer Engine in the optimizer.
-    decoupled = group.get("decoupled_weight_decay", getattr(local.optimizer, "adam_w_mode", True))
+    decoupled = group.get("decoupled_weight_decay", getattr(optimizer, "adam_w_mode", True))
     if group.get("weight_decay") and not decoupled:
         raise SnipError(
             "the optimizer adds weight decay to gradients (decoupled_weight_decay=False): weight divergence knows the"
             " update of AdamW; leave it out, or use --snip-estimator fisher"
         )
-    if hasattr(local.optimizer, "sub_optimizers"):
+    if hasattr(optimizer, "sub_optimizers"):
         group = {**group, "step": steps}
-    return AdamWState.of(group, local.state, local.start, local.end)
+    return AdamWState.of(group, state, start, end)
