@@ -25,8 +25,7 @@ from snip_megatron.megatron.host import MegatronStep, StepCall, make_host
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.run_record import open_run_directory
 from snip_megatron.megatron.startup import say
-from snip_megatron.megatron.timeline import timeline_of
-from snip_megatron.megatron.times import MeasuredTimes, check_measurable
+from snip_megatron.megatron.times import MeasuredTimes, check_measurable, timeline_of
 from snip_megatron.megatron.validate import cut_tiles
 from snip_megatron.megatron.warmup import WarmUp
 from snip_megatron.numerics.products import EMULATIONS

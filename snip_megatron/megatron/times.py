@@ -1,24 +1,27 @@
-"""The times of a run's GEMMs, for budgets of time and of loss: predicted by a table, or measured by the run itself.
+"""The times of a run's GEMMs, predicted by a table or measured by the run itself, and the timeline of the run.
 
-The times are seconds per training step on one rank of every pipeline stage, for the GEMMs of the decoder linears and
-the quantisation of their operands. Attention, norms, communication and the optimizer are left out: a ``speedup=``
-budget is that of the linears on the slowest stage. The planner predicts them from the model's linears, and the rest of
-the step for the report.
+The times, for budgets of time and of loss, are seconds per training step on one rank of every pipeline stage, for the
+GEMMs of the decoder linears and the quantisation of their operands. Attention, norms, communication and the optimizer
+are left out: a ``speedup=`` budget is that of the linears on the slowest stage. The planner predicts them from the
+model's linears, and the rest of the step for the report.
 """
 
 import argparse
 import datetime
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from snip_megatron.layers.context import LinearState
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.spans import Spans
+from snip_megatron.megatron import compat
+from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.startup import say
 from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.numerics.products.backend import GemmBackend
@@ -27,10 +30,14 @@ from snip_megatron.planner.models import Model
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, LinearRow
 from snip_megatron.precision.errors import SnipError
+from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.account import LATEST
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_timings import RunTimings
+from snip_megatron.runtime.state import Timeline
 from snip_megatron.runtime.storage import Writer
+from snip_megatron.sensitivity.policies import late_plan
+from snip_megatron.sensitivity.request import STANDING_WEIGHTS, SolveRequest, carried_weights
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.calibration import calibrate, device_name, run_once, shapes_workload
 from snip_megatron.timing.cost_model import CostModel, load_cost_model
@@ -233,3 +240,54 @@ class MeasuredTimes:
         times = option_times(self.config, self.args, self.linears, table)
         assert times is not None
         return times
+
+
+# -- the timeline ----------------------------------------------------------------------------------------------
+_SAMPLES = 1000  # of the learning rate over a run
+
+
+def timeline_of(
+    config: SnipConfig,
+    args: argparse.Namespace,
+    request: SolveRequest,
+    linears: ModelLinears,
+    scheduler: Any,
+    step: int,
+) -> Timeline | None:
+    """Return the timeline. Returns None if Megatron does not know where training ends.
+
+    ``scheduler`` is that of the learning rate, and ``step`` the next training step, counted from 0. Raises SnipError if
+    the end is unknown and the policy has a fixed plan.
+    """
+    last = int(args.train_iters or 0)
+    schedule = config.phases
+    if last <= 0:
+        if config.late:
+            raise SnipError(f"--snip-policy {config.policy} needs an end of training: give --train-iters")
+        if schedule is not None:
+            say(
+                f"--snip-schedule {config.schedule}: the end of training is unknown without --train-iters: every update"
+                " gives one map, and the budget holds for each; give --train-iters for phases"
+            )
+        return None
+
+    learning_rate = compat.learning_rate(scheduler, args, step)
+
+    def carried(origin: int, begins: Sequence[int], until: int) -> Sequence[float]:
+        rates = relative_rates(learning_rate, origin, until)
+        return carried_weights(origin, begins, until, rates)
+
+    def fixed(origin: int, last: int, step: int, spent: float) -> PrecisionPlan:
+        unquantised = sum(linears.uncovered_flops.values())
+        return late_plan(request, linears.flops, origin, last, unquantised, step=step, spent=spent)
+
+    standing, timed = STANDING_WEIGHTS[config.deployed], config.budget.kind == "speedup"
+    return Timeline(last, schedule, fixed if config.late else None, carried, standing=standing, timed=timed)
+
+
+def relative_rates(learning_rate: Callable[[int], float], origin: int, last: int) -> tuple[float, ...]:
+    """Return learning rates sampled evenly from ``origin`` to ``last``, relative to the largest. Ones if all are 0."""
+    count = max(1, min(_SAMPLES, last - origin))
+    rates = [learning_rate(origin + (last - origin) * i // count) for i in range(count + 1)]
+    most = max(rates)
+    return tuple(rate / most for rate in rates) if most > 0 else (1.0,) * len(rates)

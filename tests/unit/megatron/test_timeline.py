@@ -8,7 +8,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from snip_megatron.megatron.compat import learning_rate
-from snip_megatron.megatron.timeline import relative_rates, timeline_of
+from snip_megatron.megatron.times import relative_rates, timeline_of
 from snip_megatron.precision import LinearRow
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
