@@ -53,7 +53,6 @@ def install() -> None:
     _replace_cuda_runtime()
     _separate_data_loader_seeds()
     _take_split_sizes_as_tensors()
-    _gather_tensors_of_different_sizes()
     _mesh_of_cpus()
     _round_products_once()
     _hide_fused_optimizers()
@@ -256,30 +255,6 @@ def _take_split_sizes_as_tensors() -> None:
         return all_to_all_single(*args, **kwargs)
 
     dist.all_to_all_single = with_lists
-
-
-def _gather_tensors_of_different_sizes() -> None:
-    """Make ``all_gather`` accept tensors of different sizes.
-
-    A layer-wise optimizer gathers whole parameters, and ranks own different amounts of them. NCCL accepts that, gloo
-    does not. With gloo each rank broadcasts its tensor instead.
-    """
-    all_gather = dist.all_gather
-
-    @functools.wraps(all_gather)
-    def of_any_sizes(
-        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if len({part.numel() for part in tensor_list}) < 2:
-            return all_gather(tensor_list, tensor, group, async_op)
-        for rank, part in enumerate(tensor_list):
-            if rank == dist.get_rank(group):
-                part.copy_(tensor)
-            if part.numel():
-                dist.broadcast(part, group=group, group_src=rank)
-        return _Event() if async_op else None  # all broadcasts are complete
-
-    dist.all_gather = of_any_sizes
 
 
 def _mesh_of_cpus() -> None:

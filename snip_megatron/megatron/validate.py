@@ -76,8 +76,8 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
     for argument, (attribute, present, why) in CONFLICTS.items():
         value = getattr(args, attribute, None)
         if present(value):
-            own = argument == f"--{attribute.replace('_', '-')}"  # the user wrote the value
-            shown = f" {value}" if own and value is not True else ""
+            is_users = argument == f"--{attribute.replace('_', '-')}"  # and not computed by Megatron
+            shown = f" {value}" if is_users and value is not True else ""
             raise SnipError(f"{argument}{shown} cannot be combined with --snip: {why}")
     _check_engine(args)
     if config.gemm == "transformer_engine" and getattr(args, "tp_comm_overlap", False):
@@ -91,7 +91,6 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
             raise SnipError(f"{argument} cannot be combined with --snip-eval both; use --snip-eval map or bf16")
     _check_graphs(config, args)
     _check_optimizer(config, args)
-    _check_gradients(config, args)
     _check_full_sharding(config, args)
     if config.gradient_reduction != "fp32":
         compat.check_gradient_reduction(args)
@@ -180,18 +179,6 @@ def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
         raise SnipError(
             f"--snip-first-update 0 cannot be combined with --snip-estimator {config.estimator}: {optimizer}"
             " has no moments before its first step; use --snip-first-update 1 or later"
-        )
-
-
-def _check_gradients(config: SnipConfig, args: argparse.Namespace) -> None:
-    """Raise SnipError if an option needs weight gradients in FP32 and they are summed and reduced in 16 bits."""
-    if not (args.bf16 or args.fp16) or args.accumulate_allreduce_grads_in_fp32:
-        return
-    argument = "--grad-reduce-in-bf16" if args.grad_reduce_in_bf16 else "gradients in 16 bits"
-    if config.gradient_reduction != "fp32":
-        raise SnipError(
-            f"{argument} cannot be combined with --snip-gradient-reduction {config.gradient_reduction}, which sums"
-            " gradients in FP32; leave one of them out"
         )
 
 

@@ -276,9 +276,9 @@ class PlainStep:
 
 def check_trains(optimizer: torch.optim.Optimizer, structure: Structure) -> None:
     """Raise SnipError if the optimizer does not hold all converted parameters that are trained."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     weights = {name: weight for name, weight in structure.weights() if weight.requires_grad}
-    if missing := [name for name, weight in weights.items() if id(weight) not in held]:
+    if missing := [name for name, weight in weights.items() if id(weight) not in trained]:
         raise SnipError(
             f"the optimizer does not hold {len(missing)} of the {len(weights)} weights that SNIP converts, first"
             f" {missing[0]}: make it from this model's parameters, after fully_shard and .to(device), or freeze them"

@@ -74,6 +74,9 @@ def check_gradient_reduction(args: argparse.Namespace) -> None:
     ranks, as it does for norms and routers under sequence parallelism. Otherwise the replicas would drift apart.
     """
     here = "--snip-gradient-reduction fp8"
+    if (args.bf16 or args.fp16) and not args.accumulate_allreduce_grads_in_fp32:
+        low = "--grad-reduce-in-bf16" if args.grad_reduce_in_bf16 else "gradients in 16 bits"
+        raise SnipError(f"{low} cannot be combined with {here}, which sums gradients in FP32; leave one of them out")
     if not hasattr(args, _ARGUMENT) or not hasattr(buffers, _FUNCTION):
         raise SnipError(
             f"{here}: needs Megatron's own training loop with its --{_ARGUMENT.replace('_', '-')}; leave it out"
