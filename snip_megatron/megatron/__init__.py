@@ -25,7 +25,7 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
         config: SNIP's configuration.
 
     Raises:
-        SnipError: If a chunk has no decoder, or if data parallel ranks have built different models.
+        SnipError: If a chunk has no decoder.
     """
     from snip_megatron.megatron import conversion  # imports Megatron, which startup must precede
 

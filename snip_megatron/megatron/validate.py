@@ -1,7 +1,6 @@
 """Refuses, before training starts, arguments that cannot be combined with SNIP. The error names both arguments."""
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from snip_megatron.precision.phases import Schedule
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import replayed_maps, step_path
 from snip_megatron.sensitivity.policies import fixed_map, late_shares, needs_forward_noise
-from snip_megatron.sensitivity.problem import check_reachable, reachable_share
+from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest
 
 _GRAPHS_WITHOUT_PIPELINE = {
@@ -273,45 +272,18 @@ def _tokens_per_step(args: argparse.Namespace) -> int:
 
 
 def _check_reachable(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:
-    """Raise SnipError if the budget is unreachable. The message has the largest reachable share."""
+    """Raise SnipError if the budget, or that of a phase, is unreachable. The message has the largest reachable one."""
     if not config.updates:
         return
     request = solve_request(config, args, linears)
-    if config.budget.timed:
-        if request.times is not None:  # otherwise the run measures them
-            check_reachable(linears.covered, request)
+    if config.budget.timed and request.times is None:  # the run measures them
         return
     tokens = 1 if request.unquantised_stage_flops is None else _tokens_per_step(args)
-    share = reachable_share(linears.covered, request, tokens_per_step=tokens)
-    budgets = [(f"--snip-budget {config.budget}", request.budget.value)]
+    check_reachable(linears.covered, request, tokens_per_step=tokens)
     for i, phase in enumerate(() if config.phases is None else config.phases.phases):
         if phase.budget is not None:
-            budgets.append((f"--snip-schedule: phases[{i}].budget: {phase.budget}", phase.budget.value))
-    for argument, target in budgets:
-        if share < target - 1e-9:
-            limits, way = _limits(config, linears, request, target)
-            most = math.floor(share * 1e4) / 1e4  # a budget of the printed value is reachable
-            raise SnipError(
-                f"{argument} is out of reach with {limits}: at most fp4={most:.4f} of the FLOPs can be four-bit; {way}"
-            )
-
-
-def _limits(config: SnipConfig, linears: ModelLinears, request: SolveRequest, target: float) -> tuple[str, str]:
-    """Return the argument that keeps the share of FP4 below ``target``, and a remedy."""
-    if linears.uncovered:
-        return (
-            f"{linears.uncovered[0].name} and {len(linears.uncovered) - 1} others, which stay bf16",
-            "lower the budget",
-        )
-    if reachable_share(linears.covered, replace(request, pins=())) < target - 1e-9:
-        formats = f"--snip-formats {','.join(config.formats)}"
-        return formats, "lower the budget or add four-bit formats of more GEMMs"
-    has_pins = bool(config.pins)
-    less = "pin less" if has_pins else "leave fewer layers in bf16"
-    loose = replace(request, stage_tolerance=None)
-    if reachable_share(linears.covered, loose) >= target - 1e-9:  # some stage alone holds too many pins
-        less += ", or use --snip-stage-tolerance none"
-    return "--snip-pin" if has_pins else "--first-last-layers-bf16", f"lower the budget or {less}"
+            argument = f"--snip-schedule: phases[{i}].budget:"
+            check_reachable(linears.covered, replace(request, budget=phase.budget), argument, tokens_per_step=tokens)
 
 
 def cut_tiles(args: argparse.Namespace, linears: ModelLinears) -> list[str]:

@@ -88,27 +88,22 @@ def _without_scores(linears: Sequence[LinearRow], request: SolveRequest, tokens_
     return make_problem(options, dataclasses.replace(request, phases=None), zeros, zeros)
 
 
-def reachable_share(linears: Sequence[LinearRow], request: SolveRequest, *, tokens_per_step: int = 1) -> float:
-    """Return the highest budget in [0, 1] that pins, unquantised linears and the stage constraint allow.
-
-    ``tokens_per_step`` scales the FLOPs of the linears to those of ``unquantised_stage_flops``. Raises SnipError if a
-    pin matches nothing.
-    """
-    fault = infeasibility(_without_scores(linears, request, tokens_per_step).at(1.0))
-    return 1.0 if fault is None else fault.reachable or 0.0
-
-
-def check_reachable(linears: Sequence[LinearRow], request: SolveRequest) -> None:
+def check_reachable(
+    linears: Sequence[LinearRow], request: SolveRequest, argument: str | None = None, *, tokens_per_step: int = 1
+) -> None:
     """Raise SnipError, naming the highest reachable budget, if the budget of ``request`` cannot be reached.
 
-    A bound on the loss is never refused here, because the reachable loss depends on scores.
+    A bound on the loss is never refused here, because the reachable loss depends on scores. ``argument`` is what named
+    the budget, if not ``--snip-budget``. ``tokens_per_step`` scales the FLOPs of the linears to those of
+    ``unquantised_stage_flops``.
     """
-    problem = _without_scores(linears, request, 1)  # raises for a format without a predicted time
+    problem = _without_scores(linears, request, tokens_per_step)  # raises for a format without a predicted time
     if request.budget.kind != "loss" and (fault := infeasibility(problem)) is not None:
         unit = f" (seconds a step of the linears, by the times of {request.times.model})" if request.times else ""
         raise SnipError(
-            f"--snip-budget {request.budget} is unreachable with --snip-formats {','.join(request.formats)}, the pins"
-            f" and the linears outside SNIP's choice: {fault.why}{unit}; lower the budget or remove a pin"
+            f"{argument or '--snip-budget'} {request.budget} is unreachable with --snip-formats"
+            f" {','.join(request.formats)}, the pins and the linears outside SNIP's choice: {fault.why}{unit}; lower"
+            " the budget or remove a pin"
         )
 
 

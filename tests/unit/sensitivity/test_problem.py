@@ -16,7 +16,7 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.policies import POLICIES, UNSOLVED
-from snip_megatron.sensitivity.problem import check_reachable, list_options, monotone, reachable_share
+from snip_megatron.sensitivity.problem import check_reachable, list_options, monotone
 from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.solver import Spent, solve
@@ -137,7 +137,6 @@ def test_unquantised_flops_count_in_the_denominator() -> None:
 def test_a_stage_limits_the_budget() -> None:
     rows = linear_rows(2, stages=2)
     request = SolveRequest(pins=(("decoder.layers.1.*:fprop", "bf16"),), stage_tolerance=0.1, budget=Budget("fp4", 0.8))
-    assert reachable_share(rows, request) == pytest.approx(2 / 3 + 0.1)
     with pytest.raises(SnipError, match=r"fp4=0\.8 is unreachable .* stage 1 saves at most 0\.666.* is 0\.7666"):
         check_reachable(rows, request)
     check_reachable(rows, replace(request, budget=Budget("fp4", 0.7666)))
@@ -158,10 +157,13 @@ def test_the_reachable_share_is_reached_by_all_four_bits(
         stage_tolerance=None,
         policy="random",
     )
-    share = reachable_share(table.linears, request, tokens_per_step=table.tokens_per_step)
     problem, _ = build_problem(table, request)
     best = sum(max(c.saving for c in i.choices) for i in problem.items) / sum(i.cost for i in problem.items)
-    assert best == pytest.approx(share)
+    tokens, rows = table.tokens_per_step, table.linears
+    check_reachable(rows, replace(request, budget=Budget("fp4", 0.9999 * best)), tokens_per_step=tokens)
+    if best < 0.999:
+        with pytest.raises(SnipError, match="is unreachable"):
+            check_reachable(rows, replace(request, budget=Budget("fp4", 1.0001 * best)), tokens_per_step=tokens)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------
@@ -207,7 +209,6 @@ def test_an_option_may_take_the_formats_of_its_gemm(policy: str) -> None:
 def test_candidates_that_only_one_gemm_may_take_save_that_gemms_share() -> None:
     request = SolveRequest(formats=("mxfp8", "nvfp4_46"), budget=Budget("fp4", 0.3))
     rows = linear_rows(2)
-    assert reachable_share(rows, request) == pytest.approx(1 / 3)
     check_reachable(rows, request)
     with pytest.raises(SnipError, match=r"the highest reachable target is 0.3333"):
         check_reachable(rows, dataclasses.replace(request, budget=Budget("fp4", 0.5)))
