@@ -1,0 +1,792 @@
+"""The planted faults of :mod:`benchmarks.quality.blame`: rounding, bugs, and healthy steps.
+
+A fault is planted from outside, in the process of a rank before its training entry runs: functions of the package, of
+Megatron and of torch are replaced, weights of the loaded checkpoint are changed, or the map gives a GEMM a narrower
+format. The package itself has no hook for any of this.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+Plant = Callable[["Site"], None]
+LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS = {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}
+ROWWISE = {("fprop", "x"): True, ("fprop", "w"): True, ("dgrad", "g"): True}
+"""Operands that the quantiser makes rowwise; the others are columnwise."""
+BUG, ROUNDING, HEALTHY = "bug", "rounding", "not_precision"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a fault is planted.
+
+    Attributes:
+        linear: Name of the linear.
+        gemm: The GEMM. None stands for all three.
+        expert: Index of the expert.
+        rank: The rank with the fault. None stands for all.
+        seed: Seed of what is drawn.
+    """
+
+    linear: str
+    gemm: str | None = None
+    expert: int | None = None
+    rank: int | None = None
+    seed: int = 0
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank has the fault."""
+        return self.rank in (None, dist.get_rank() if dist.is_initialized() else 0)
+
+    def hits(self, gemm: str) -> bool:
+        return self.gemm in (None, gemm)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A planted fault, or a healthy step.
+
+    Attributes:
+        family: What is planted.
+        verdict: The right verdict.
+        site: The culprit. None in a healthy step.
+        formats: Pattern of GEMMs → format, the last match applies, as of ``--snip-pin``.
+        layout: ``one``, ``tp``, ``sp``, ``dp`` or ``experts``.
+        gemms: GEMMs that are a right answer. Empty if the fault is in no GEMM.
+        linears: Names that are a right answer beside the site's.
+        microbatches: Number of microbatches of a step.
+        step: Number of steps behind the checkpoint.
+        again: Number of earlier cases with the same family and site.
+    """
+
+    family: str
+    verdict: str
+    site: Site | None
+    formats: Mapping[str, str]
+    plant: Plant | None = None
+    layout: str = "one"
+    gemms: Sequence[str] = GEMMS
+    linears: Sequence[str] = ()
+    microbatches: int = 1
+    step: int = 0
+    again: int = 0
+
+    @property
+    def name(self) -> str:
+        if self.site is None:
+            return f"{self.family}-{self.layout}-{self.step}"
+        layer, _, path = self.site.linear.removeprefix("decoder.layers.").partition(".")
+        parts = [self.family, layer, path.rpartition(".")[2].removeprefix("linear_"), self.site.gemm]
+        return "-".join([part for part in parts if part] + [str(self.again + 1)] * bool(self.again))
+
+
+# -- what runs at present ----------------------------------------------------------------------------------------------
+class _Now(NamedTuple):
+    linear: str
+    expert: int | None
+
+
+_now: list[_Now] = []
+_job_backends: list[Any] = []
+
+
+def install() -> None:
+    """Note which linear runs. Give a job on the CPU another backend than the reference: bf16 operands, in torch."""
+    from snip_megatron.layers.autograd import QuantizedLinear
+    from snip_megatron.layers.grouped import GroupedLinear
+    from snip_megatron.megatron import conversion
+
+    for function in (QuantizedLinear, GroupedLinear):
+        for name in ("forward", "backward"):
+            setattr(function, name, staticmethod(_noting(getattr(function, name), name == "forward")))
+    select = conversion.select_backend
+
+    def select_and_note(*arguments: Any, **options: Any) -> Any:
+        selection = select(*arguments, **options)
+        if not torch.cuda.is_available():
+            from dataclasses import replace
+
+            from snip_megatron.numerics.products.emulated import EmulatedBackend
+            from snip_megatron.numerics.quantize.operands import quantize_exact
+
+            selection = replace(selection, backend=EmulatedBackend(quantize_exact))
+        _job_backends.append(selection.backend)
+        for change in _changes:
+            change(selection.backend)
+        return selection
+
+    conversion.select_backend = select_and_note
+
+
+_changes: list[Callable[[Any], None]] = []
+
+
+def _noting(function: Callable[..., Any], is_forward: bool) -> Callable[..., Any]:
+    def run(ctx: Any, *arguments: Any) -> Any:
+        call = (
+            next(each for each in arguments if hasattr(each, "has_backward") or hasattr(each, "linear"))
+            if (is_forward)
+            else ctx.call
+        )
+        handle = getattr(call, "handle", None) or call.linear.handle
+        _now.append(_Now(handle.name, handle.expert))
+        try:
+            return function(ctx, *arguments)
+        finally:
+            _now.pop()
+
+    return run
+
+
+def _running(site: Site) -> bool:
+    if not _now or not site.here or _now[-1].linear != site.linear:
+        return False
+    return site.expert is None or _now[-1].expert in (None, site.expert)
+
+
+def _is_plain(operand: Any) -> bool:
+    """Whether an operand is one of a GEMM in bf16."""
+    return getattr(getattr(operand, "format", None), "value", None) == "bf16"
+
+
+# -- faults of the job's backend -----------------------------------------------------------------------------------
+Product = Callable[..., torch.Tensor]
+
+
+def _in_multiply(change: Callable[[Product, Any, Any, Any, torch.dtype, Any], torch.Tensor]) -> Plant:
+    """Return what replaces the products of a site in the job's own backend."""
+
+    def plant(site: Site) -> None:
+        def of_backend(backend: Any) -> None:
+            multiply = backend.multiply
+
+            def faulty(gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any = None) -> torch.Tensor:
+                if _running(site) and site.hits(gemm.value) and not _is_plain(a):
+                    return change(multiply, gemm, a, b, dtype, out)
+                return multiply(gemm, a, b, dtype, out)
+
+            backend.multiply = faulty
+
+        _changes.append(of_backend)
+
+    return plant
+
+
+def _in_quantize(change: Callable[[torch.Tensor, Any, Callable[..., Any]], Any], operand: str) -> Plant:
+    """Return what replaces the quantisation of an operand of a site in the job's own backend."""
+
+    def plant(site: Site) -> None:
+        from snip_megatron.layers.context import LinearHandle
+
+        last: list[str] = [""]
+        spec_of = LinearHandle.spec
+
+        def spec(handle: Any, name: str, *arguments: Any, **options: Any) -> Any:
+            last[0] = name
+            return spec_of(handle, name, *arguments, **options)
+
+        LinearHandle.spec = spec  # type: ignore[method-assign]
+
+        def of_backend(backend: Any) -> None:
+            quantize = backend.quantize
+
+            def faulty(x: torch.Tensor, spec: Any, cached: Any = None) -> Any:
+                formats = {getattr(fmt, "value", None) for fmt in spec.formats} - {None, "bf16"}
+                name = "w" if spec.weight else last[0]
+                if formats and cached is None and name == operand and _running(site):
+                    return change(x, spec, quantize)
+                return quantize(x, spec, cached)
+
+            backend.quantize = faulty
+
+        _changes.append(of_backend)
+
+    return plant
+
+
+def _changed(result: torch.Tensor, out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return ``change`` of a product. That of wgrad may have been added to ``out``."""
+    if out is None:
+        return change(result)
+    return out
+
+
+def _product(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any, change: Any) -> torch.Tensor:
+    if out is None:
+        return change(multiply(gemm, a, b, dtype))  # type: ignore[no-any-return]
+    return out.add_(change(multiply(gemm, a, b, dtype)).to(out.dtype))  # type: ignore[no-any-return]
+
+
+def _drop_rows(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any) -> torch.Tensor:
+    """A kernel leaves out the last rows, which fill no whole tile."""
+
+    def change(y: torch.Tensor) -> torch.Tensor:
+        y[-max(1, len(y) % 128 or 16) :] = 0
+        return y
+
+    return _product(multiply, gemm, a, b, dtype, out, change)
+
+
+def _drop_columns(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any) -> torch.Tensor:
+    """A kernel repeats a block of columns where the next one should be."""
+
+    def change(y: torch.Tensor) -> torch.Tensor:
+        width = min(64, y.shape[1] // 2)
+        y[:, -width:] = y[:, -2 * width : -width].clone()
+        return y
+
+    return _product(multiply, gemm, a, b, dtype, out, change)
+
+
+def _one_nan(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any) -> torch.Tensor:
+    """A kernel reads one number beyond its memory."""
+
+    def change(y: torch.Tensor) -> torch.Tensor:
+        y[len(y) // 2, y.shape[1] // 3] = torch.nan
+        return y
+
+    return _product(multiply, gemm, a, b, dtype, out, change)
+
+
+def _halve_depth(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any) -> torch.Tensor:
+    """A split along the reduction adds one of its parts twice, which makes some tiles of the result too large."""
+
+    def change(y: torch.Tensor) -> torch.Tensor:
+        y[:64, :64] *= 1.25
+        return y
+
+    return _product(multiply, gemm, a, b, dtype, out, change)
+
+
+def _overwrite(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any) -> torch.Tensor:
+    """A weight gradient overwrites that of earlier microbatches."""
+    return multiply(gemm, a, b, dtype, None if out is None else out.zero_())
+
+
+def _transposed_scale(x: torch.Tensor, spec: Any, quantize: Callable[..., Any]) -> Any:
+    """The scales of an operand are read in the order of columns instead of rows."""
+
+    def turned(operand: Any) -> Any:
+        scale = getattr(operand, "scale", None)
+        if scale is None or scale.dim() != 2 or 1 in scale.shape:
+            return operand
+        flat = scale.t().reshape(-1).view(scale.shape)
+        return operand._replace(scale=scale.clone().copy_(flat))
+
+    return tuple(turned(operand) for operand in quantize(x, spec))
+
+
+def _wrong_axis(x: torch.Tensor, spec: Any, quantize: Callable[..., Any]) -> Any:
+    """Tiles run along the dimension that the GEMM does not reduce over."""
+    from snip_megatron.numerics.quantize.reference import fake_quantize
+
+    sides = []
+    for side, fmt in enumerate(spec.formats):
+        turned = x if fmt is None else fake_quantize(x, "fp8", axis=side).to(x.dtype)
+        sides.append(quantize(turned, spec)[side])
+    return tuple(sides)
+
+
+def _wrong_factor(x: torch.Tensor, spec: Any, quantize: Callable[..., Any]) -> Any:
+    """One scale is off by a factor of two."""
+
+    def doubled(operand: Any) -> Any:
+        scale = getattr(operand, "scale", None)
+        if scale is None:
+            return operand
+        scale = scale.clone()
+        scale.view(-1)[0] if scale.is_contiguous() else None
+        scale[(0,) * scale.dim()] *= 2
+        return operand._replace(scale=scale)
+
+    return tuple(doubled(operand) for operand in quantize(x, spec))
+
+
+def _stale_weight(site: Site) -> None:
+    """The cache of quantised weights returns those of an earlier step: each number is a learning rate away."""
+    from snip_megatron.layers.weights import WeightCache
+
+    get = WeightCache.get
+
+    def stale(
+        cache: Any, backend: Any, weights: Sequence[torch.Tensor], formats: Any, quantize: Callable[[], Any]
+    ) -> Any:
+        inner = getattr(backend, "inner", backend)
+        if not _running(site) or inner not in _job_backends or {f.value for f in formats} == {"bf16"}:
+            return get(cache, backend, weights, formats, quantize)
+        current = [weight.detach().clone() for weight in weights]
+        generator = torch.Generator().manual_seed(site.seed)
+        for weight in weights:
+            signs = torch.randint(0, 2, weight.shape, generator=generator).to(weight.device) * 2 - 1
+            weight.data.add_(1e-3 * signs)
+        pair = get(cache, backend, weights, formats, quantize)
+        for weight, value in zip(weights, current, strict=True):
+            weight.data.copy_(value)
+        return pair
+
+    WeightCache.get = stale  # type: ignore[method-assign]
+
+
+# -- faults of rounding, in the reference and in kernels -------------------------------------------------------------
+def _of_spec(change: Callable[[Site, str, Any], Any]) -> Plant:
+    """Return what changes how operands of a site are quantised, by all backends."""
+
+    def plant(site: Site) -> None:
+        from snip_megatron.layers.context import LinearHandle
+
+        spec_of = LinearHandle.spec
+
+        def spec(handle: Any, name: str, *arguments: Any, **options: Any) -> Any:
+            result = spec_of(handle, name, *arguments, **options)
+            if handle.name != site.linear or not site.here:
+                return result
+            return change(site, name, result)
+
+        LinearHandle.spec = spec  # type: ignore[method-assign]
+
+    return plant
+
+
+def _e5m2(*, scaled: bool) -> Plant:
+    """Operands of a GEMM lose all but two bits of their mantissa. Without a scale, small ones vanish too."""
+    from snip_megatron.numerics.quantize.operands import OperandSpec
+
+    def change(site: Site, name: str, spec: Any) -> Any:
+        class Coarse(OperandSpec):
+            def quantizer_arguments(self, x: torch.Tensor, axis: int) -> Any:
+                hit = any(
+                    site.hits(gemm) and name in OPERANDS[gemm] and ROWWISE.get((gemm, name), False) == (axis == 1)
+                    for gemm in GEMMS
+                )
+                if hit:
+                    factor = 57344.0 / x.float().abs().amax().clamp(min=1e-30) if scaled else 1.0
+                    x = ((x.float() * factor).to(torch.float8_e5m2).float() / factor).to(x.dtype)
+                return super().quantizer_arguments(x, axis)
+
+        return Coarse(*spec)
+
+    return _of_spec(change)
+
+
+def _to_nearest(site: Site, name: str, spec: Any) -> Any:
+    """Gradients in a four-bit format lose their stochastic rounding."""
+    return spec._replace(keys=None) if name == "g" else spec
+
+
+def _stale_amax(operand: str, factor: float) -> Plant:
+    """The scale of a whole tensor is that of a step in which it was ``factor`` times as large."""
+
+    def change(site: Site, name: str, spec: Any) -> Any:
+        if name != operand or spec.amax is None:
+            return spec
+        return spec._replace(amax=spec.amax * factor)
+
+    def plant(site: Site) -> None:
+        from snip_megatron.layers.context import WHOLE_TENSOR, LinearHandle, amax_of
+
+        shared = LinearHandle.shared_amax
+
+        def shared_amax(handle: Any, name: str, x: torch.Tensor, formats: Any) -> Any:
+            amax, formats = shared(handle, name, x, tuple(formats)), tuple(formats)
+            if amax is None and handle.name == site.linear and not WHOLE_TENSOR.isdisjoint(formats):
+                amax = amax_of(x)
+            return amax
+
+        LinearHandle.shared_amax = shared_amax  # type: ignore[method-assign]
+        _of_spec(change)(site)
+
+    return plant
+
+
+# -- faults of parameters --------------------------------------------------------------------------------------------
+def on_load(change: Callable[[Mapping[str, torch.nn.Parameter], Any], None], *, main: bool = True) -> None:
+    """Call ``change`` with the parameters by name when the checkpoint has been loaded.
+
+    With ``main`` the optimizer's parameters are set to the changed ones.
+    """
+    from megatron.training import training
+
+    load = training.load_checkpoint
+
+    def load_and_change(model: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+        result = load(model, optimizer, *arguments, **options)
+        named = {
+            name.removeprefix("module.").removeprefix("module."): parameter
+            for chunk in model
+            for name, parameter in chunk.named_parameters()
+        }
+        with torch.no_grad():
+            change(named, model)
+        if main:
+            optimizer.reload_model_params()
+        return result
+
+    training.load_checkpoint = load_and_change
+
+
+def _norm_of(linear: str) -> str:
+    layer, _, path = linear.removeprefix("decoder.layers.").partition(".")
+    norm = "input_layernorm" if path.startswith("self_attention") else "pre_mlp_layernorm"
+    return f"decoder.layers.{layer}.{norm}.weight"
+
+
+def _norm_and_weight(named: Mapping[str, torch.nn.Parameter], linear: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weight of the norm before a linear and that of the linear, of Megatron's or Transformer Engine's."""
+    norm = named.get(f"{linear}.layer_norm_weight")
+    return (named[_norm_of(linear)] if norm is None else norm).data, named[f"{linear}.weight"].data
+
+
+def _outlier_channel(exponent: int) -> Plant:
+    """A channel of X is 2^exponent times as large, and its weights as much smaller: in bf16 the same function."""
+
+    def plant(site: Site) -> None:
+        def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
+            norm, weight = _norm_and_weight(named, site.linear)
+            channels = random.Random(site.seed).sample(range(len(norm)), max(2, len(norm) // 128))
+            norm[channels] *= 2.0**exponent
+            weight[:, channels] *= 2.0**-exponent
+
+        on_load(change)
+
+    return plant
+
+
+def _huge_tiles(exponent: int) -> Plant:
+    """One weight in each block is huge, in a channel that the norm has switched off."""
+
+    def plant(site: Site) -> None:
+        def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
+            norm, weight = _norm_and_weight(named, site.linear)
+            generator = random.Random(site.seed)
+            for first in range(0, len(norm), 128):
+                channel = min(first + generator.randrange(128), len(norm) - 1)
+                norm[channel] = 0
+                weight[::128, channel] = 2.0**exponent
+
+        on_load(change)
+
+    return plant
+
+
+def _late_gather(site: Site) -> None:
+    """Part of a weight is that of the step before: the gather of parameters had not ended."""
+
+    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
+        if site.here:
+            weight = named[f"{site.linear}.weight"].data
+            part = weight[-len(weight) // 4 :]
+            generator = torch.Generator().manual_seed(site.seed)
+            signs = torch.randint(0, 2, part.shape, generator=generator).to(part.device) * 2 - 1
+            part.add_(1e-3 * signs)
+
+    on_load(change, main=False)
+
+
+def _unequal_replicas(site: Site) -> None:
+    """A parameter that all ranks hold has drifted on one."""
+
+    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
+        if site.here:
+            name = site.linear if site.linear.endswith("layernorm") else f"{site.linear}"
+            named[f"{name}.weight"].data.mul_(1.25)
+
+    on_load(change)
+
+
+def _scaled_weights(factor: float) -> Plant:
+    """The weights have grown under a learning rate that is too high: the loss is high in bf16 too."""
+
+    def plant(site: Site) -> None:
+        def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
+            for name, parameter in named.items():
+                if "linear" in name and parameter.dim() == 2:
+                    parameter.data.mul_(factor)
+
+        on_load(change)
+
+    return plant
+
+
+def _broken_norm(site: Site) -> None:
+    """A weight is NaN, so that bf16 is too."""
+
+    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
+        named["decoder.final_layernorm.weight"].data[7] = torch.nan
+
+    on_load(change)
+
+
+def _noise_for_text(site: Site) -> None:
+    """A shard of the text is damaged: its tokens are random."""
+    from snip_megatron.megatron import entry
+
+    get = entry.get_batch
+
+    def get_batch(args: Any, data_iterator: Any, **options: Any) -> Any:
+        batch = get(args, data_iterator, **options)
+        for name in ("tokens", "labels"):
+            if batch.get(name) is not None:
+                generator = torch.Generator().manual_seed(site.seed)
+                drawn = torch.randint(0, 255, batch[name].shape, generator=generator)
+                batch[name] = drawn.to(batch[name].device)
+        return batch
+
+    entry.get_batch = get_batch
+
+
+# -- faults of communication -----------------------------------------------------------------------------------------
+def _while_module_runs(site: Site) -> Callable[[], bool]:
+    """Return a function that says whether the forward of the site's module runs on this rank."""
+    inside: list[int] = [0]
+
+    def enter(*_: Any) -> None:
+        inside[0] += 1
+
+    def leave(*_: Any) -> None:
+        inside[0] -= 1
+
+    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
+        for chunk in model:
+            for name, module in chunk.named_modules():
+                if name.removeprefix("module.").removeprefix("module.") == site.linear:
+                    module.register_forward_pre_hook(enter)
+                    module.register_forward_hook(leave)
+
+    on_load(change, main=False)
+    return lambda: inside[0] > 0
+
+
+def _replace_collective(name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    from megatron.core.tensor_parallel import layers, mappings
+
+    faulty = wrapper(getattr(dist, name))
+    bound = {"all_gather_into_tensor": "dist_all_gather_func", "reduce_scatter_tensor": "dist_reduce_scatter_func"}
+    setattr(dist, name, faulty)
+    for module in (layers, mappings):
+        if name in bound:
+            setattr(module, bound[name], faulty)
+
+
+def _lost_shard(site: Site) -> None:
+    """A rank's part is missing in the sum of a row-parallel linear."""
+    runs = _while_module_runs(site)
+
+    def lost(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            if runs() and site.here:
+                tensor.zero_()
+            return collective(tensor, *arguments, **options)
+
+        return reduce
+
+    def lost_scatter(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce(out: torch.Tensor, tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            if runs() and site.here:
+                tensor = torch.zeros_like(tensor)
+            return collective(out, tensor, *arguments, **options)
+
+        return reduce
+
+    _replace_collective("all_reduce", lost)
+    _replace_collective("reduce_scatter_tensor", lost_scatter)
+
+
+def _racing_gather(site: Site) -> None:
+    """A GEMM reads the gathered tokens before those of the last rank have arrived."""
+    runs = _while_module_runs(site)
+
+    def racing(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def gather(out: torch.Tensor, tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            work = collective(out, tensor, *arguments, **options)
+            if runs() and site.here:
+                if work is not None:
+                    work.wait()
+                out[-len(tensor) // 2 :] = 0
+            return work
+
+        return gather
+
+    _replace_collective("all_gather_into_tensor", racing)
+
+
+def _wrong_offset(site: Site) -> None:
+    """The first row of an expert is given to the expert before it."""
+
+    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
+        for chunk in model:
+            for name, module in chunk.named_modules():
+                if name.removeprefix("module.").removeprefix("module.") == site.linear:
+                    module.register_forward_pre_hook(shift)
+
+    def shift(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows, counts, *others = arguments
+        counts = counts.clone() if isinstance(counts, torch.Tensor) else list(counts)
+        expert = site.expert or 0
+        if int(counts[expert + 1]) > 0:
+            moved = max(1, int(counts[expert + 1]) // 8)
+            counts[expert] += moved
+            counts[expert + 1] -= moved
+        return rows, counts, *others
+
+    on_load(change, main=False)
+
+
+# -- the catalogue ---------------------------------------------------------------------------------------------------
+ALL = "*"
+
+
+@dataclass
+class Catalogue:
+    """Draws the sites of the cases.
+
+    ``layers`` is the number of layers of the dense model, ``expert_layers`` and ``experts`` are those of the mixture.
+    """
+
+    layers: int
+    seed: int
+    expert_layers: int = 4
+    experts: int = 8
+    cases: list[Case] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._draw = random.Random(self.seed)
+        self._linears = cycle(self._draw.sample(LINEARS, len(LINEARS)))
+        self._gemms = cycle(self._draw.sample(GEMMS, len(GEMMS)))
+
+    def site(self, linears: Sequence[str] = LINEARS, gemm: str | None = None, rank: int | None = None) -> Site:
+        path = next(path for path in self._linears if path in linears)
+        layer = self._draw.randrange(self.layers)
+        return Site(f"decoder.layers.{layer}.{path}", gemm, rank=rank, seed=self._draw.randrange(2**31))
+
+    def add(
+        self, family: str, verdict: str, site: Site | None, plant: Plant | None, base: str = "fp8", **more: Any
+    ) -> None:
+        formats = {ALL: base, **more.pop("formats", {})}
+        more.setdefault("gemms", GEMMS if site is None or site.gemm is None else (site.gemm,))
+        again = sum(case.family == family and case.site is not None and case.site.linear == getattr(site, "linear", None)
+                    and case.site.gemm == site.gemm for case in self.cases)  # fmt: skip
+        self.cases.append(Case(family, verdict, site, formats, plant, again=again, **more))
+
+    def build(self, *, ranks: bool, experts: bool) -> list[Case]:
+        """Return the cases: with several ranks and with experts only if the machine has them."""
+        self._rounding()
+        self._bugs()
+        if ranks:
+            self._bugs_of_ranks()
+        if experts:
+            self._bugs_of_experts()
+        self._healthy(ranks=ranks, experts=experts)
+        return self.cases
+
+    def _rounding(self) -> None:
+        reads = ("self_attention.linear_qkv", "mlp.linear_fc1")
+        for gemm in (None, None, None, "fprop", "fprop", "wgrad", "dgrad"):
+            site = self.site(gemm=gemm)
+            self.add("fp4", ROUNDING, site, None, formats={_pattern(site): "fp4"})
+        for gemm in ("dgrad", "wgrad", None, None):
+            site = self.site(gemm=gemm)
+            formats = {f"{site.linear}:{each}": "fp4" for each in ("dgrad", "wgrad") if site.hits(each)}
+            gemms = [each for each in ("dgrad", "wgrad") if site.hits(each)]
+            self.add("nearest", ROUNDING, site, _of_spec(_to_nearest), formats=formats, gemms=gemms)
+        for gemm in ("dgrad", "wgrad", "dgrad"):
+            self.add("e5m2-unscaled", ROUNDING, self.site(gemm=gemm), _e5m2(scaled=False))
+        for gemm in ("fprop", None):
+            self.add("e5m2-unscaled-x", ROUNDING, self.site(gemm=gemm), _e5m2(scaled=False))
+        for base in ("fp8_tensor", "fp8_tensor", "fp8", "fp8"):
+            self.add("outlier-channel", ROUNDING, self.site(reads), _outlier_channel(14), base=base)
+        for base in ("fp8_tensor", "fp8_tensor", "fp8"):
+            self.add("huge-tile", ROUNDING, self.site(reads), _huge_tiles(10), base=base)
+        for operand in ("g", "g", "g", "x", "x", "w", "w"):
+            gemms = [gemm for gemm in GEMMS if operand in OPERANDS[gemm]]
+            plant = _stale_amax(operand, 2.0**16)
+            self.add(f"stale-amax-{operand}", ROUNDING, self.site(), plant, base="fp8_tensor", gemms=gemms)
+
+    def _bugs(self) -> None:
+        for _ in range(4):
+            self.add("stale-weight", BUG, self.site(), _stale_weight, gemms=("fprop", "dgrad"))
+        for operand, gemms in (("x", ("fprop", "wgrad")), ("w", ("fprop", "dgrad")), ("g", ("dgrad", "wgrad"))):
+            self.add("transposed-scale", BUG, self.site(), _in_quantize(_transposed_scale, operand), gemms=gemms)
+            self.add("wrong-axis", BUG, self.site(), _in_quantize(_wrong_axis, operand), gemms=gemms)
+            self.add("wrong-scale", BUG, self.site(), _in_quantize(_wrong_factor, operand), gemms=gemms)
+        for gemm in GEMMS:
+            self.add("dropped-rows", BUG, self.site(gemm=gemm), _in_multiply(_drop_rows))
+            self.add("repeated-columns", BUG, self.site(gemm=gemm), _in_multiply(_drop_columns))
+        for gemm in ("fprop", "wgrad"):
+            self.add("one-nan", BUG, self.site(gemm=gemm), _in_multiply(_one_nan))
+        self.add("split-twice", BUG, self.site(gemm="fprop"), _in_multiply(_halve_depth), base="fp8_tensor")
+        self.add("split-twice", BUG, self.site(gemm="wgrad"), _in_multiply(_halve_depth))
+        self.add("overwritten", BUG, self.site(gemm="wgrad"), _in_multiply(_overwrite), microbatches=2)
+        self.add("late-gather", BUG, self.site(), _late_gather, gemms=())
+
+    def _bugs_of_ranks(self) -> None:
+        rows = ("self_attention.linear_proj", "mlp.linear_fc2")
+        columns = ("self_attention.linear_qkv", "mlp.linear_fc1")
+        for layout in ("tp", "tp", "sp"):
+            self.add("lost-shard", BUG, self.site(rows, rank=1), _lost_shard, layout=layout, gemms=())
+        for _ in range(3):
+            self.add("racing-gather", BUG, self.site(columns, rank=1), _racing_gather, layout="sp", gemms=())
+        self.add("rows-on-a-rank", BUG, self.site(gemm="fprop", rank=1), _in_multiply(_drop_rows), layout="tp")
+        self.add("late-gather", BUG, self.site(rank=1), _late_gather, layout="tp", gemms=())
+        site = self.site(columns, rank=1)
+        norm = Site(_norm_of(site.linear).removesuffix(".weight"), rank=1, seed=site.seed)
+        self.add("unequal-norm", BUG, norm, _unequal_replicas, layout="tp", gemms=())
+        self.add("unequal-weight", BUG, self.site(rank=1), _unequal_replicas, layout="dp", gemms=())
+
+    def _bugs_of_experts(self) -> None:
+        for _ in range(3):
+            layer, expert = self._draw.randrange(self.expert_layers), self._draw.randrange(self.experts - 1)
+            name = f"decoder.layers.{layer}.mlp.experts"
+            site = Site(name, expert=expert, seed=self._draw.randrange(2**31))
+            linears = (f"{name}.linear_fc1", f"{name}.linear_fc2")
+            self.add("wrong-offset", BUG, site, _wrong_offset, layout="experts", gemms=(), linears=linears)
+
+    def _healthy(self, *, ranks: bool, experts: bool) -> None:
+        bases = ["fp8", "fp8_tensor", "mxfp8", "fp8", "fp8_tensor", "fp8", "fp8_tensor", "mxfp8"]
+        for step, base in enumerate(bases):
+            self.add(f"healthy-{base}", HEALTHY, None, None, base=base, step=step)
+        for step in range(4):
+            formats = {
+                f"decoder.layers.{layer}.{path}": self._draw.choice(("fp8", "fp8_tensor", "bf16"))
+                for layer in range(self.layers)
+                for path in LINEARS
+            }
+            self.add("healthy-mixed", HEALTHY, None, None, formats=formats, step=step)
+        self.add("healthy-bf16", HEALTHY, None, None, base="bf16")
+        self.add("healthy-microbatches", HEALTHY, None, None, microbatches=2)
+        layouts = (("tp", "sp", "dp") if ranks else ()) + (("experts",) if experts else ())
+        for layout in layouts or ("one",):
+            self.add("healthy-fp8", HEALTHY, None, None, layout=layout, step=9)
+            self.add("healthy-fp8_tensor", HEALTHY, None, None, base="fp8_tensor", layout=layout, step=10)
+        anywhere = partial(Site, "decoder", seed=self._draw.randrange(2**31))
+        self.add("noise-for-text", HEALTHY, anywhere(), _noise_for_text, gemms=())
+        self.add("large-weights", HEALTHY, anywhere(), _scaled_weights(2.0), gemms=())
+        self.add("nan-in-bf16", HEALTHY, anywhere(), _broken_norm, gemms=())
+
+
+def _pattern(site: Site) -> str:
+    return site.linear if site.gemm is None else f"{site.linear}:{site.gemm}"
+
+
+def choices(case: Case, names: Sequence[str]) -> dict[str, str]:
+    """Return the map of a case: GEMM → format, for the linears of the model."""
+    chosen: dict[str, str] = {}
+    for key in _keys(names):
+        for pattern, fmt in case.formats.items():
+            if pattern in (ALL, key, key.rpartition(":")[0]):
+                chosen[key] = fmt
+    return chosen
+
+
+def _keys(names: Sequence[str]) -> Iterator[str]:
+    return (f"{name}:{gemm}" for name in names for gemm in GEMMS)
