@@ -17,6 +17,7 @@ Beside it stands where other rankings have the culprit, over faults of rounding,
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -33,6 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common import header, write
 from benchmarks.quality.blame_faults import BUG, HEALTHY, LINEARS, ROUNDING, Case, Catalogue, choices, install
 from benchmarks.quality.models import _EXPERTS, MODELS, Model
@@ -47,6 +50,18 @@ LAYOUTS: Mapping[str, tuple[int, Sequence[str]]] = {
     "dp": (2, ()),
     "experts": (1, ()),
 }
+
+
+_PRELOADED = (
+    "snip_megatron.pretrain_gpt",
+    "snip_megatron.megatron.entry",
+    "snip_megatron.megatron.setup",
+    "megatron.core.datasets.helpers",
+    "megatron.core.tokenizers.text.models",
+    "megatron.core.tokenizers.text.text_tokenizer",
+    "ortools.sat.python.cp_model",
+)
+"""Modules that a training imports on its way."""
 
 
 @dataclass(frozen=True)
@@ -402,12 +417,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     started = time.monotonic()
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has initialised CUDA cannot fork ranks
-    if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import torch
-
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     catalogue = Catalogue(MODELS[options.model].layers, options.seed)
     cases = chosen(catalogue.build(ranks=device == "cpu", experts=device == "cpu"), options.cases, options.seed)
     if options.list:
@@ -418,11 +432,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = (options.data or work / "data").resolve()
     bench = Bench(options.model, device, work, data, options.steps)
     bench.prepare_text()
-    from snip_megatron.megatron import startup
-
-    startup.prepare([], ())
-    with startup.names_checked():
-        from snip_megatron.megatron import entry  # noqa: F401 - imported once, before the processes are forked
+    for module in _PRELOADED:  # once, before processes are forked
+        importlib.import_module(module)
     for model in {"mixture" if case.layout == "experts" else options.model for case in cases}:
         bench.checkpoint(model)
     lines = run_all(bench, cases, options.jobs, started + options.time_limit)
@@ -453,8 +464,6 @@ def run_all(bench: Bench, cases: Sequence[Case], jobs: int, deadline: float) -> 
 def _device_name(device: str) -> str:
     if device == "cpu":
         return "cpu"
-    import torch
-
     return torch.cuda.get_device_name()
 
 
