@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from markupsafe import Markup
 
 from snip_megatron import __version__
 from snip_megatron.precision.errors import needs_extra
+from snip_megatron.reporting import template_text
 from snip_megatron.reporting.figures import format_figure, loss_figure, map_payload
 from snip_megatron.reporting.health import checks, measured_rise
 from snip_megatron.reporting.map_views import phase_view
@@ -62,10 +62,10 @@ def render(run: RunData, *, live: bool = False) -> str:
         "formats": format_figure(run),
     }
     rises: dict[int | None, str | None] = {adoption.step: measured_rise(adoption) for adoption in run.adoptions}
-    plotly_js, page_js = get_plotlyjs(), _template_text("report.js")
+    plotly_js, page_js = get_plotlyjs(), template_text("report.js")
     return _template().render(
         version=__version__,
-        style=Markup(_template_text("report.css")),
+        style=Markup(template_text("report.css")),
         scripts=[Markup(plotly_js), Markup(page_js)],
         script_hashes=[_csp_hash(plotly_js), _csp_hash(page_js)],
         title=run.path.resolve().name,
@@ -229,11 +229,7 @@ def _template() -> jinja2.Template:
     environment.filters["data"] = _script_data
     environment.filters["figure"] = lambda value: "" if value is None else f"{value:.4g}"
     environment.filters["percent"] = lambda value: "" if value is None else f"{value:.2%}"
-    return environment.from_string(_template_text("report.html"))
-
-
-def _template_text(name: str) -> str:
-    return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+    return environment.from_string(template_text("report.html"))
 
 
 def _script_data(value: Any) -> Markup:

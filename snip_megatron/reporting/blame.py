@@ -1,0 +1,150 @@
+"""``blame_<STEP>.html``, the page about a verdict of ``snip blame``: one file without scripts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from snip_megatron import __version__
+from snip_megatron.precision import Gemm, LinearId
+from snip_megatron.reporting import template_text
+from snip_megatron.runtime.storage import deliver
+from snip_megatron.sensitivity.blame import BUG, PASSES, ROUNDING, Blame, Harm
+
+_TITLES = {BUG: "A bug", ROUNDING: "Rounding"}
+_PASSES = {"bf16": "bf16", "reference": "exact formats", "kernels": "kernels"}
+_CELL, _HEIGHT, _LEFT, _TOP, _GAP = 18, 13, 30, 54, 5
+"""Width and height of a cell of the grid, room for the layers' numbers and for the linears' names, gap between
+linears, in units of the picture."""
+
+
+def write_blame_page(blame: Blame, path: Path) -> None:
+    """Write the page of a verdict. Raises SnipError if the file cannot be written."""
+    deliver("page", path, blame_page(blame))
+
+
+def blame_page(blame: Blame) -> str:
+    """Return the page of a verdict."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(template_text("blame.html"))
+    return template.render(
+        version=__version__,
+        style=Markup(template_text("report.css")),
+        blame=blame,
+        title=f"Step {blame.step}: {_TITLES.get(blame.verdict, 'not precision').lower()}",
+        verdict=_TITLES.get(blame.verdict, "Not precision"),
+        passes=[row for name in PASSES if name in blame.passes for row in [_pass_row(blame, name)]],
+        grid=_grid(blame),
+        bug=_bug_rows(blame),
+        thresholds=blame.thresholds or {},
+    )
+
+
+def _pass_row(blame: Blame, name: str) -> tuple[str, str, str, str]:
+    """Return name, loss, rise over bf16 and whether all numbers are finite."""
+    figures, plain = blame.passes[name], blame.passes.get("bf16")
+    loss = "not finite" if figures.loss is None else f"{figures.loss:.5f}"
+    rise = ""
+    if name != "bf16" and figures.loss is not None and plain is not None and plain.loss is not None:
+        rise = f"{figures.loss - plain.loss:+.2e}"
+    return _PASSES[name], loss, rise, "yes" if figures.finite else "no"
+
+
+def _bug_rows(blame: Blame) -> list[tuple[str, str]]:
+    bug = blame.bug
+    if bug is None:
+        return []
+    rows: Mapping[str, Any] = {
+        "linear": bug.linear,
+        "GEMM": bug.gemm,
+        "expert": bug.expert,
+        "kind": bug.kind.replace("_", " "),
+        "rank": f"{bug.rank} on {bug.host}",
+        "library": bug.library,
+        "shape": " × ".join(map(str, bug.shape)),
+        "where": bug.where,
+        "signal to noise": f"{bug.sqnr:.1f} dB; a correct result has at least {bug.bound:.0f} dB",
+        "inputs": bug.inputs,
+    }
+    return [(name, str(value)) for name, value in rows.items() if value not in (None, "")]
+
+
+# -- the model as a grid -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Cell:
+    """A GEMM in the picture: its corner, its colour and the text of its tooltip."""
+
+    x: int
+    y: int
+    opacity: float
+    is_bf16: bool
+    is_blamed: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The model: layers down, linears and their GEMMs across."""
+
+    width: int
+    height: int
+    cells: list[_Cell]
+    columns: list[tuple[int, str]]
+    rows: list[tuple[int, str]]
+    cell: tuple[int, int] = (_CELL - 1, _HEIGHT - 1)
+
+
+def _grid(blame: Blame) -> _Grid | None:
+    """Return the picture of the GEMMs that the verdict has figures of. None without any."""
+    if not blame.harm:
+        return None
+    linears = {harm.linear: LinearId.parse(harm.linear) for harm in blame.harm}
+    layers = list(dict.fromkeys((linear.stack, linear.layer) for linear in linears.values()))
+    paths = list(dict.fromkeys(linear.path for linear in linears.values()))
+    gemms, largest = [gemm.value for gemm in Gemm], max(harm.share for harm in blame.harm)
+    blamed = {(culprit.linear, culprit.gemm) for culprit in blame.culprits if culprit.confirmed}
+    if blame.bug is not None:
+        blamed |= {(blame.bug.linear, gemm) for gemm in ([blame.bug.gemm] if blame.bug.gemm else gemms)}
+    cells = []
+    for harm in blame.harm:
+        linear = linears[harm.linear]
+        column = paths.index(linear.path)
+        cells.append(
+            _Cell(
+                x=_x(column) + gemms.index(harm.gemm) * _CELL,
+                y=_TOP + layers.index((linear.stack, linear.layer)) * _HEIGHT,
+                opacity=math.sqrt(max(0.0, harm.share) / largest) if largest > 0 else 0.0,
+                is_bf16=harm.format == "bf16",
+                is_blamed=(harm.linear, harm.gemm) in blamed,
+                text=_tooltip(harm),
+            )
+        )
+    names = [path.rpartition(".")[2].removeprefix("linear_") for path in paths]
+    return _Grid(
+        width=_x(len(paths)),
+        height=_TOP + len(layers) * _HEIGHT + 4,
+        cells=cells,
+        columns=[(_x(column) + 3 * _CELL // 2, name) for column, name in enumerate(names)],
+        rows=[(_TOP + row * _HEIGHT, _layer(*layer)) for row, layer in enumerate(layers)],
+    )
+
+
+def _x(column: int) -> int:
+    return _LEFT + column * (3 * _CELL + _GAP)
+
+
+def _layer(stack: str, layer: int) -> str:
+    return str(layer) if stack == "decoder" else f"{stack[0]}{layer}"
+
+
+def _tooltip(harm: Harm) -> str:
+    kernel = "" if harm.sqnr_of_kernel is None else f", kernel {harm.sqnr_of_kernel:.0f} dB"
+    return f"{harm.linear}:{harm.gemm}, {harm.format}: {harm.share:.1%} of the harm{kernel}"
