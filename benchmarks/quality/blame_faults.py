@@ -674,8 +674,8 @@ class Catalogue:
     ) -> None:
         formats = {ALL: base, **more.pop("formats", {})}
         more.setdefault("gemms", GEMMS if site is None or site.gemm is None else (site.gemm,))
-        again = sum(case.family == family and case.site is not None and case.site.linear == getattr(site, "linear", None)
-                    and case.site.gemm == site.gemm for case in self.cases)  # fmt: skip
+        same = [case.site for case in self.cases if case.family == family and case.site is not None]
+        again = 0 if site is None else sum((each.linear, each.gemm) == (site.linear, site.gemm) for each in same)
         self.cases.append(Case(family, verdict, site, formats, plant, again=again, **more))
 
     def build(self, *, ranks: bool, experts: bool) -> list[Case]:
