@@ -389,12 +389,13 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 # -- the command -------------------------------------------------------------------------------------------------------
 def chosen(cases: Sequence[Case], which: str | None, seed: int) -> list[Case]:
-    """Return the cases that ``--cases`` names: so many of each kind in turn, or those whose name has the text in it.
+    """Return the cases that ``--cases`` names: so many of each kind in turn, or those whose name has the text in it,
+    or whose verdict or layout it is.
 
     Without it, all, with kinds mixed, so that a time limit leaves out some of each.
     """
     if which is not None and not which.isdigit():
-        return [case for case in cases if which in case.name]
+        return [case for case in cases if which in case.name or which in (case.verdict, case.layout)]
     order = list(cases)
     random.Random(seed).shuffle(order)
     return order[: int(which)] if which else order

@@ -20,6 +20,7 @@ from snip_megatron.megatron.host import MegatronStep, StepCall
 from snip_megatron.megatron.startup import say
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
+from snip_megatron.reporting.blame import write_blame_page
 from snip_megatron.runtime.agreement import on_rank_zero
 from snip_megatron.runtime.blame import Place, blame_step
 from snip_megatron.runtime.blame_passes import Job
@@ -105,6 +106,7 @@ def run_blame(
 def _publish(blame: Blame, folder: Path) -> None:
     path = folder / f"blame_{blame.step}.json"
     write_atomically(path, blame.to_json().encode())
+    write_blame_page(blame, path.with_suffix(".html"))
     say(blame.text())
     say(f"written to {path}")
 

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_blame_page import blamed
 
+from snip_megatron.reporting.blame import write_blame_page
 from snip_megatron.reporting.report import write_report
+from snip_megatron.sensitivity.blame import ROUNDING
 
 ROOT = Path(__file__).parents[3]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -55,6 +58,11 @@ def frames(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What a browser finds in the page of a real run."""
     folder = tmp_path_factory.mktemp("page")
     write_report(ROOT / "examples" / "recorded_run", folder / "page.html")
+    return seen(folder)
+
+
+def seen(folder: Path) -> list[dict[str, Any]]:
+    """Return what a browser finds in ``page.html`` of a folder, in a frame of each width."""
     (folder / "index.html").write_text(FRAMES)
     handler = functools.partial(Quiet, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -83,3 +91,11 @@ def test_no_cell_is_out_of_reach(frames: list[dict[str, Any]], index: int) -> No
     assert all(frame["figures"]), "a figure is not drawn"
     scrolling = {table["name"] for table in frame["tables"] if table["scrolls"]}
     assert ("Updates" in scrolling) == (frame["width"] == 400)
+
+
+def test_the_page_of_a_verdict_fits_both_widths(tmp_path: Path) -> None:
+    write_blame_page(blamed(ROUNDING), tmp_path / "page.html")
+    for frame in seen(tmp_path):
+        assert frame["page"] <= frame["width"]
+        assert {table["name"] for table in frame["tables"]} == {"Loss by pass", "Culprits", "Bisection"}
+        assert all(table["inside"] and table["reached"] for table in frame["tables"])
