@@ -27,6 +27,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -62,6 +63,9 @@ _PRELOADED = (
     "ortools.sat.python.cp_model",
 )
 """Modules that a training imports on its way."""
+
+
+_forking = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,8 @@ class Bench:
         for rank in range(ranks):
             own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank if self.device == "cpu" else 0)}
             processes.append(context.Process(target=_be_rank, args=(list(arguments), own, log, case)))
-            processes[-1].start()
+            with _forking:
+                processes[-1].start()
         deadline = time.monotonic() + 240 + 600 * (case is None)
         while any(process.exitcode is None for process in processes):
             if any(process.exitcode for process in processes):

@@ -53,7 +53,7 @@ def test_rounding_shows_culprit_path_and_remedy() -> None:
     assert "--snip-pin decoder.layers.1.mlp.linear_fc1:fprop=bf16" in page
     assert page.count("<rect ") == 36
     assert page.count('class="bf16"') == 12
-    assert page.count(" blamed") == 1, "only the confirmed culprit is outlined"
+    assert page.count(' blamed"') == 1, "only the confirmed culprit is outlined"
     assert 'fill-opacity="1.00"><title>decoder.layers.1.mlp.linear_fc1:fprop, fp8: 90.0%' in page
 
 
@@ -63,7 +63,7 @@ def test_a_bug_shows_where_and_nothing_of_rounding() -> None:
         assert text in page
     assert "Bisection" not in page
     assert "Remedy" not in page
-    assert page.count(" blamed") == 1
+    assert page.count(' blamed"') == 1
 
 
 @pytest.mark.parametrize("verdict", [BUG, ROUNDING, NOT_PRECISION])
