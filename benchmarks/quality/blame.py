@@ -205,7 +205,7 @@ def _last_line(log: Path) -> str:
 
 def _be_rank(arguments: list[str], environment: Mapping[str, str], log: Path, case: Case | None) -> None:
     """Be a rank of a training, with the fault of ``case``. Ends the process."""
-    code = 1
+    code, rankings = 1, Rankings()
     try:
         with log.open("ab", buffering=0) as out:
             os.dup2(out.fileno(), 1)
@@ -214,21 +214,19 @@ def _be_rank(arguments: list[str], environment: Mapping[str, str], log: Path, ca
         sys.argv = ["pretrain_gpt", *arguments]
         from snip_megatron import pretrain_gpt
 
-        rankings = None
         if case is not None:
             install()
-            rankings = Rankings()
             rankings.install()
             if case.plant is not None and case.site is not None:
                 case.plant(case.site)
         code = pretrain_gpt.main()
-        if rankings is not None and environment["RANK"] == "0":
-            (log.parent / "rankings.json").write_text(json.dumps(rankings.figures))
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
+        if case is not None and environment["RANK"] == "0":
+            (log.parent / "rankings.json").write_text(json.dumps(rankings.figures))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

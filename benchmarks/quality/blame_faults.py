@@ -359,13 +359,16 @@ def _of_spec(change: Callable[[Site, str, Any], Any]) -> Plant:
 
 
 def _e5m2(*, scaled: bool) -> Plant:
-    """Operands of a GEMM lose all but two bits of their mantissa. Without a scale, small ones vanish too."""
+    """X and G of a GEMM lose all but two bits of their mantissa. Without a scale, small numbers vanish too.
+
+    W stays, whose two operands may be one.
+    """
     from snip_megatron.numerics.quantize.operands import OperandSpec
 
     def change(site: Site, name: str, spec: Any) -> Any:
         class Coarse(OperandSpec):
             def quantizer_arguments(self, x: torch.Tensor, axis: int) -> Any:
-                hit = any(
+                hit = name != "w" and any(
                     site.hits(gemm) and name in OPERANDS[gemm] and ROWWISE.get((gemm, name), False) == (axis == 1)
                     for gemm in GEMMS
                 )
@@ -704,9 +707,9 @@ class Catalogue:
         for gemm in ("fprop", None):
             self.add("e5m2-unscaled-x", ROUNDING, self.site(gemm=gemm), _e5m2(scaled=False))
         for base in ("fp8_tensor", "fp8_tensor", "fp8", "fp8"):
-            self.add("outlier-channel", ROUNDING, self.site(reads), _outlier_channel(14), base=base)
+            self.add("outlier-channel", ROUNDING, self.site(reads), _outlier_channel(19), base=base)
         for base in ("fp8_tensor", "fp8_tensor", "fp8"):
-            self.add("huge-tile", ROUNDING, self.site(reads), _huge_tiles(10), base=base)
+            self.add("huge-tile", ROUNDING, self.site(reads), _huge_tiles(15), base=base)
         for operand in ("g", "g", "g", "x", "x", "w", "w"):
             gemms = [gemm for gemm in GEMMS if operand in OPERANDS[gemm]]
             plant = _stale_amax(operand, 2.0**16)
