@@ -70,20 +70,24 @@ _forking = threading.Lock()
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is trained, and the microbatch of a blamed step."""
+    """How a model is trained, and the microbatch of a blamed step.
+
+    ``weights_only``: whether the checkpoint has no state of the optimizer, so that it loads in less time.
+    """
 
     sequence: int
     batch: int
     micro: int
     steps: int
     lr: float = 1e-3
+    weights_only: bool = False
 
 
 SETTINGS = {
     "tiny": Setting(128, 8, 2, 60),
     "26m": Setting(128, 8, 2, 60),
     "125m": Setting(1024, 16, 4, 200),
-    "1b": Setting(2048, 4, 1, 60, lr=3e-4),
+    "1b": Setting(2048, 4, 1, 60, lr=3e-4, weights_only=True),
     "mixture": Setting(128, 8, 2, 60),
 }
 
@@ -115,6 +119,7 @@ class Bench:
             setting, steps = SETTINGS[model], self._steps(model)
             arguments = [*self._arguments(model, setting.batch, setting.batch), "--save", str(folder)]
             arguments += ["--save-interval", "100000", "--exit-interval", str(steps)]
+            arguments += ["--no-save-optim", "--no-save-rng"] if setting.weights_only else []
             print(f"training {model} for {steps} steps", flush=True)
             codes = self.run(arguments, 1, self.work / f"{model}_training.log", None)
             if not (folder / "latest_checkpointed_iteration.txt").exists():
@@ -149,6 +154,7 @@ class Bench:
         (folder / "map.json").write_text(json.dumps({"schema": "snip.map/1", "choices": choices(case, names(model))}))
         batch = setting.micro * case.microbatches * replicas
         arguments = [*self._arguments(model, setting.micro, batch), *layout, "--load", str(self.checkpoint(model))]
+        arguments += ["--no-load-optim", "--no-load-rng"] if setting.weights_only else []
         arguments += ["--snip", "--snip-map", str(folder / "map.json"), "--snip-dir", str(folder / "run")]
         arguments += ["--snip-blame", str(step), "--snip-overwrite"]
         started = time.perf_counter()

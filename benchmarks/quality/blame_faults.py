@@ -102,11 +102,15 @@ _job_backends: list[Any] = []
 
 
 def install() -> None:
-    """Note which linear runs. Give a job on the CPU another backend than the reference: bf16 operands, in torch."""
+    """Note which linear runs. Give a job on the CPU another backend than the reference: bf16 operands, in torch.
+
+    C++, which repeats calls of a backend, would repeat a fault in every linear, so that Python launches the kernels.
+    """
     from snip_megatron.layers.autograd import QuantizedLinear
     from snip_megatron.layers.grouped import GroupedLinear
-    from snip_megatron.megatron import conversion
+    from snip_megatron.megatron import conversion, warmup
 
+    warmup.launch_from_cpp = lambda *_: "Python launches kernels"  # type: ignore[assignment]
     for function in (QuantizedLinear, GroupedLinear):
         for name in ("forward", "backward"):
             setattr(function, name, staticmethod(_noting(getattr(function, name), name == "forward")))
