@@ -95,6 +95,7 @@ class Case:
 class _Now(NamedTuple):
     linear: str
     expert: int | None
+    is_forward: bool
 
 
 _now: list[_Now] = []
@@ -144,7 +145,7 @@ def _noting(function: Callable[..., Any], is_forward: bool) -> Callable[..., Any
             else ctx.call
         )
         handle = getattr(call, "handle", None) or call.linear.handle
-        _now.append(_Now(handle.name, handle.expert))
+        _now.append(_Now(handle.name, handle.expert, is_forward))
         try:
             return function(ctx, *arguments)
         finally:
@@ -157,6 +158,11 @@ def _running(site: Site) -> bool:
     if not _now or not site.here or _now[-1].linear != site.linear:
         return False
     return site.expert is None or _now[-1].expert in (None, site.expert)
+
+
+def _operand_of(spec: Any) -> str:
+    """Return which matrix of the running linear is quantised."""
+    return "w" if spec.weight else "x" if _now[-1].is_forward else "g"
 
 
 def _is_plain(operand: Any) -> bool:
@@ -191,24 +197,12 @@ def _in_quantize(change: Callable[[torch.Tensor, Any, Callable[..., Any]], Any],
     """Return what replaces the quantisation of an operand of a site in the job's own backend."""
 
     def plant(site: Site) -> None:
-        from snip_megatron.layers.context import LinearHandle
-
-        last: list[str] = [""]
-        spec_of = LinearHandle.spec
-
-        def spec(handle: Any, name: str, *arguments: Any, **options: Any) -> Any:
-            last[0] = name
-            return spec_of(handle, name, *arguments, **options)
-
-        LinearHandle.spec = spec  # type: ignore[method-assign]
-
         def of_backend(backend: Any) -> None:
             quantize = backend.quantize
 
             def faulty(x: torch.Tensor, spec: Any, cached: Any = None) -> Any:
                 formats = {getattr(fmt, "value", None) for fmt in spec.formats} - {None, "bf16"}
-                name = "w" if spec.weight else last[0]
-                if formats and cached is None and name == operand and _running(site):
+                if formats and cached is None and _running(site) and operand == _operand_of(spec):
                     return change(x, spec, quantize)
                 return quantize(x, spec, cached)
 
@@ -217,13 +211,6 @@ def _in_quantize(change: Callable[[torch.Tensor, Any, Callable[..., Any]], Any],
         _changes.append(of_backend)
 
     return plant
-
-
-def _changed(result: torch.Tensor, out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return ``change`` of a product. That of wgrad may have been added to ``out``."""
-    if out is None:
-        return change(result)
-    return out
 
 
 def _product(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any, change: Any) -> torch.Tensor:
@@ -310,7 +297,6 @@ def _wrong_factor(x: torch.Tensor, spec: Any, quantize: Callable[..., Any]) -> A
         if scale is None:
             return operand
         scale = scale.clone()
-        scale.view(-1)[0] if scale.is_contiguous() else None
         scale[(0,) * scale.dim()] *= 2
         return operand._replace(scale=scale)
 
