@@ -145,7 +145,7 @@ class Bench:
     def blame(self, case: Case) -> dict[str, Any]:
         """Run a case in its own processes. Returns its line of the result."""
         model = "mixture" if case.layout == "experts" else self.model
-        folder, setting = self.work / "runs" / case.name, SETTINGS[model]
+        folder, setting = self.work / f"{self.model}_{self.device}_runs" / case.name, SETTINGS[model]
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         ranks, layout = LAYOUTS[case.layout]
@@ -217,6 +217,8 @@ def _be_rank(arguments: list[str], environment: Mapping[str, str], log: Path, ca
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)
         os.environ |= environment
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            torch.set_num_threads(1)  # the cases share the cores
         sys.argv = ["pretrain_gpt", *arguments]
         from snip_megatron import pretrain_gpt
 
@@ -431,7 +433,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device == "cpu":
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
         del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     catalogue = Catalogue(MODELS[options.model].layers, options.seed)
     cases = chosen(catalogue.build(ranks=device == "cpu", experts=device == "cpu"), options.cases, options.seed)
     if options.list:
