@@ -16,7 +16,7 @@ from torch import Tensor
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import ALL_BF16, FOUR_BIT, Format, Formats, Gemm
-from snip_megatron.runtime.watched import ExactBackend, Product
+from snip_megatron.runtime.watched import ExactBackend, Product, exact_product
 from snip_megatron.sensitivity.blame import Fault
 
 BOUND = {4: 32.0, 8: 36.0, 16: 40.0}
@@ -104,7 +104,8 @@ class KernelCheck:
     def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
         """Compare one product."""
         handle, noise = product.handle, 0.0
-        reference = product.exact(gemm, self._numerics)
+        operands = product.operands(gemm)  # a collective: of all ranks, not of one that finds a fault
+        reference = exact_product(gemm, operands, self._numerics)
         if before is not None:  # what a sum in main_grad's dtype loses is no fault
             eps = torch.finfo(before.dtype).eps
             noise = float((before.float().square().mean() + reference.square().mean()) * eps**2)
@@ -120,7 +121,7 @@ class KernelCheck:
         if compared.sqnr >= self._bound[bits]:
             return
         order = self.order_of(handle, gemm, call)
-        (left, left_spec, _), (right, right_spec, axis) = product.operands(gemm)
+        (left, left_spec, _), (right, right_spec, axis) = operands
         shape = (*reference.shape, right.shape[axis])
         fault = Fault(
             "gemm", handle.name, gemm.value, handle.expert, rank(), socket.gethostname(), library, shape,

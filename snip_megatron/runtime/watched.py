@@ -138,8 +138,13 @@ class Product:
 
     def exact(self, gemm: Gemm, numerics: GemmBackend, formats: Formats | None = None) -> Tensor:
         """Return the product by the reference's numerics, in FP32."""
-        left, right = (numerics.quantize(x, spec)[1 - axis] for x, spec, axis in self.operands(gemm, formats))
-        return numerics.multiply(gemm, left, right, torch.float32)
+        return exact_product(gemm, self.operands(gemm, formats), numerics)
+
+
+def exact_product(gemm: Gemm, operands: Sequence[tuple[Tensor, OperandSpec, int]], numerics: GemmBackend) -> Tensor:
+    """Return a product by the reference's numerics, in FP32. ``operands`` are those of :meth:`Product.operands`."""
+    left, right = (numerics.quantize(x, spec)[1 - axis] for x, spec, axis in operands)
+    return numerics.multiply(gemm, left, right, torch.float32)
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
