@@ -63,7 +63,7 @@ def attach[Pretrain: Callable[..., Any]](
     it.
 
     Every rank calls ``on_adopt`` with the step and the map each time a map comes into force, before the first step
-    under it. An exception in it ends the job in one line with exit code 20.
+    under it. The first exception in it on a rank is printed in one line, and training goes on.
     """
 
     @functools.wraps(pretrain)

@@ -84,8 +84,7 @@ def convert(
         microbatches: Number of batches whose gradients one optimizer step adds up.
         steps: Number of training steps, if it is known. By default the first update is then after a tenth of them.
         allow_partial: Convert a model of whose matrices less than half is in reach.
-        on_adopt: Every rank calls it with the step and the map each time a map comes into force. What it raises leaves
-            :meth:`PlainSnip.step`.
+        on_adopt: Called on every rank as that of :func:`snip_megatron.attach.attach`.
         options: Fields of :class:`runtime.SnipConfig`: budget, formats, first_update, update_interval,
             policy, pin, map, gemm, seed, dir and others.
     """

@@ -17,7 +17,7 @@ from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.precision.strict_json import is_finite
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.exchange import Decision, MapChannel, StepFigures, StepReport, UpdateDroppedError
+from snip_megatron.runtime.exchange import Decision, Failure, MapChannel, StepFigures, StepReport, UpdateDroppedError
 from snip_megatron.runtime.guard import Guard, GuardState
 from snip_megatron.runtime.host import Kernels, ProbeResult, Sink, Unmeasured
 from snip_megatron.runtime.rise import Comparison, Rise, bound_of
@@ -52,8 +52,8 @@ class Controller:
         unquantised: FLOPs a token of the decoder's linears that no map covers, for all GEMMs together.
         kernels: The kernels that maps and updates need. None if they need none.
         timeline: The timeline of the run. None if its end is unknown.
-        on_adopt: Called for each map that is adopted, with those of a checkpoint and of phases. What it raises leaves
-            :meth:`before_step`.
+        on_adopt: Called for each map that is adopted, with those of a checkpoint and of phases. The first
+            exception in it is printed in one line, and training goes on.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Controller:
         on_adopt: OnAdopt | None = None,
     ) -> None:
         self._config = config
-        self._on_adopt = on_adopt
+        self._on_adopt, self._user_failed = on_adopt, False
         self._registry = registry
         self._channel = channel
         self._report = report
@@ -426,10 +426,20 @@ class Controller:
             changed=changed,
             wait_s=_since(started),
         )
-        if self._on_adopt is not None:
-            self._on_adopt(step, new)
+        self._tell_user(step, new)
 
-    # -- updates -----------------------------------------------------------------------------------------------
+    def _tell_user(self, step: int, precision_map: PrecisionMap) -> None:
+        """Call the user's function. An exception in it, on one rank or on all, does not undo the adoption."""
+        if self._on_adopt is None:
+            return
+        try:
+            self._on_adopt(step, precision_map)
+        except Exception as error:
+            if not self._user_failed:
+                failure = Failure.of("on_adopt", error)
+                print(f"snip: step {step}: {failure}; training goes on, and no more is said of it", flush=True)
+            self._user_failed = True
+
     def _start_update_if_due(self, steps: range, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
         """Start an update if one is due. Without kernels it is postponed by a lag.
 

@@ -1,7 +1,9 @@
 """SNIP in a plain torch loop: what it measures, what it leaves alone, what it chooses and what it refuses."""
 
+import contextlib
 import copy
 import importlib.util
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -70,10 +72,14 @@ def trained() -> tuple[Training, list[float]]:
 
     def on_adopt(step: int, precision_map: PrecisionMap) -> None:
         adopted.append((step, precision_map.version))
+        raise ValueError("the user's own fault")
 
     training = Training(budget="fp4=0.75", first_update=6, update_interval=9, on_adopt=on_adopt)
-    losses = training.run(range(18))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        losses = training.run(range(18))
     assert adopted == [(6, 1), (15, 2)]
+    assert printed.getvalue().count("the user's own fault; training goes on") == 1
     return training, losses
 
 
