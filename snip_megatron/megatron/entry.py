@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -39,6 +40,10 @@ def prepare(startup: Startup) -> tuple[Callable[[], None], Terms]:
     """
     shown: list[str] = []
     args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, shown), check_own_arguments)
+    if not (args.fake_process_group or os.environ.get("MASTER_ADDR")):
+        raise SnipError(
+            "a launcher must start this: torchrun --nproc-per-node 1 -m snip_megatron.pretrain_gpt <arguments>"
+        )
     check_data(args)
     prepare_megatron(args, startup, shown)
     model_config = pretraining.model_config(args, on_cpu=startup.on_cpu)

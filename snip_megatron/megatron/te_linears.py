@@ -184,31 +184,34 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         """
         if self.linear_fc1.snip_experts[0].context.fsdp_sharded:  # the weights are not there yet
             return False
-        self.__dict__["snip_prepared"] = _, _, calls = self._snip_prepared()
-        return bool(calls) and takes_device_rows(*calls)
+        self.__dict__["snip_prepared"] = *_, on_device = self._snip_prepared()
+        return on_device
 
-    def _snip_prepared(self) -> tuple[bool, bool, list[GroupedCall]]:
-        """Return whether rows are padded, whether the last expert comes first, and the calls of fused linears."""
+    def _snip_prepared(self) -> tuple[bool, bool, list[GroupedCall], bool]:
+        """Return whether rows are padded, whether the last expert comes first, the calls of fused linears, and whether
+        these take the numbers of rows on the device.
+        """
         fc1, fc2 = (linear.snip_experts[0] for linear in (self.linear_fc1, self.linear_fc2))
         if not (_needs_padding(fc1) or _needs_padding(fc2)):
-            return False, False, []
+            return False, False, [], False
         last = self.linear_fc1.snip_experts[-1]
         # Transformer Engine's own code takes rows from the first expert on.
         backwards = last.weight.data_ptr() < fc1.weight.data_ptr() and not (fc1.is_stock or fc2.is_stock)
         # The modules are called, because hooks of DDP wait for their weights.
         linears = (self.linear_fc1, self.linear_fc2) if self.snip_fused_swiglu and may_fuse_experts(fc1, fc2) else ()
-        return True, backwards, [linear(None, backwards)[0] for linear in linears]
+        calls = [linear(None, backwards)[0] for linear in linears]
+        return True, backwards, calls, bool(calls) and takes_device_rows(*calls)
 
     def forward(
         self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor, *buffers: Any, **named: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Run Megatron's experts, on padded rows unless both linears run Transformer Engine's own code."""
-        padded, backwards, calls = self.__dict__.pop("snip_prepared", None) or self._snip_prepared()
+        padded, backwards, calls, on_device = self.__dict__.pop("snip_prepared", None) or self._snip_prepared()
         if not padded:
             return super().forward(hidden, tokens_per_expert, probs, *buffers, **named)  # type: ignore[no-any-return]
-        if calls and tokens_per_expert.device == hidden.device and takes_device_rows(*calls):
-            on_device = DeviceRows(tokens_per_expert, len(hidden), backwards=backwards)
-            return fused_experts(hidden, probs, on_device, *calls), None
+        if on_device and tokens_per_expert.device == hidden.device:
+            unread = DeviceRows(tokens_per_expert, len(hidden), backwards=backwards)
+            return fused_experts(hidden, probs, unread, *calls), None
         rows = group_rows(tuple(tokens_per_expert.tolist()), hidden.device, backwards=backwards)
         if calls:
             return fused_experts(hidden, probs, rows, *calls), None

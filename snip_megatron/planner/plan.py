@@ -34,7 +34,7 @@ Body = dict[str, Any]
 
 _SYNTHETIC = (
     "losses are synthetic (log-normal over four decades, larger for fprop, for linears that end a branch, and in the"
-    " first and the last layers): they show what a budget costs in time and memory, not which options are good;"
+    " first and the last layers): they show what a budget costs in time and memory, not which GEMMs get which format;"
     " --statistics uses a run's own"
 )
 _UNIFORM = (

@@ -103,12 +103,18 @@ def _budget(plan: Body) -> str:
     head = f"budget {budget['asked']} over {','.join(budget['formats'])} by {budget['granularity']}"
     if budget["losses"] is None:
         head += ": the fastest uniform map, because losses are not known before a run\n"
+    elif budget["losses"] == "synthetic":
+        head += (
+            f": planned {budget['planned']:.4g} of {budget['asked'].partition('=')[2]} asked; no map is shown, because"
+            " losses are not known before a run\n"
+        )
     else:
         head += (
             f", losses {budget['losses']}: {budget['status']} in {budget['solve_seconds']:.2f} s, Σ loss"
             f" {budget['loss']:.4g}\n  planned {budget['planned']:.4g} of {budget['asked'].partition('=')[2]} asked\n"
         )
-    return f"{head}  GEMMs: {gemms}; fp4 share {budget['fp4_share']:.4f}; in training: {budget['snip_arguments']}" + (
+    head += "" if budget["losses"] == "synthetic" else f"  GEMMs: {gemms}; fp4 share {budget['fp4_share']:.4f}\n"
+    return f"{head}  in training: {budget['snip_arguments']}" + (
         f"\n  {budget['dominated']}" if budget["dominated"] else ""
     )
 

@@ -9,6 +9,8 @@ from snip_megatron.runtime.run_data import Adoption, RunData, number
 
 _WINDOW = 50
 _SIGMA, _MIN_RISE = 6.0, 0.01
+_SEVERAL, _MANY = 3, 5
+"""How many maps are judged by their mean, and how many times its prediction a rise is named."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +82,34 @@ def _updates(run: RunData) -> Check:
 
 
 def _rise(run: RunData) -> Check:
-    """Compare the latest measured rise with its prediction, and with the bound of the budget."""
-    adoption = next((a for a in reversed(run.adoptions) if measured_rise(a) is not None), None)
-    if adoption is None:
+    """Compare measured rises with their predictions, and the latest with the bound of the budget.
+
+    A single measurement contains an effect of either sign that no score predicts, so that a mean of several maps is
+    judged.
+    """
+    measured = [adoption for adoption in run.adoptions if measured_rise(adoption) is not None]
+    if not measured:
         return Check("Rise of the loss", "not measured: no map of this run was tried before it was adopted", None)
-    fields, budget = adoption.fields, run.budget
-    rise, error = number(fields.get("measured_rise")) or 0.0, number(fields.get("measured_error")) or 0.0
-    predicted = number(fields.get("predicted_rise"))
-    text = f"map {adoption.version} raised it by {measured_rise(adoption)} nats as measured"
-    text += "" if predicted is None else f", predicted {predicted:.2g}"
+    latest, budget = measured[-1], run.budget
     bound = budget.value if budget is not None and budget.kind == "loss" else None
+    rise, error = (number(latest.fields.get(name)) or 0.0 for name in ("measured_rise", "measured_error"))
+    predicted = number(latest.fields.get("predicted_rise"))
+    text = f"map {latest.version} raised it by {measured_rise(latest)} nats as measured"
+    text += "" if predicted is None else f", predicted {predicted:.2g}"
+    text += "" if bound is None else f", bound {bound:g}"
     within = bound is None or rise - 2 * error <= bound
-    return Check("Rise of the loss", text + ("" if bound is None else f", bound {bound:g}"), within)
+
+    figures = [[number(a.fields.get(name)) for name in ("measured_rise", "predicted_rise")] for a in measured]
+    known = np.array([pair for pair in figures if None not in pair], dtype=float)
+    several = len(known) >= _SEVERAL
+    if several:
+        (rise, predicted), error = known.mean(axis=0), known[:, 0].std(ddof=1) / len(known) ** 0.5
+        text += f"; {len(known)} maps: {rise:.2g} ± {error:.1g}, predicted {predicted:.2g}"
+    exceeds = predicted is not None and rise - 2 * error > _MANY * predicted > 0
+    if exceeds and predicted:
+        text += f", {rise / predicted:.0f} times the prediction"
+        text += "" if several else "; the next maps tell whether predictions are too low"
+    return Check("Rise of the loss", text, within and not (exceeds and several))
 
 
 def _records(run: RunData) -> Check:

@@ -641,6 +641,23 @@ def stripped() -> None:
     exec(compile(text, str(path), "exec"), {"__name__": "__main__"})
 
 
+def complaining() -> Any:
+    """The example with its own loss, whose ``on_adopt`` fails on rank 1 alone after it has printed."""
+    from snip_megatron import attach as module
+
+    genuine = module.attach
+
+    def attach(pretrain: Any, *, on_adopt: Any) -> Any:
+        def complain(step: int, precision_map: Any) -> None:
+            on_adopt(step, precision_map)
+            assert dist.get_rank() != 1, "the user's own fault"
+
+        return genuine(pretrain, on_adopt=complain)
+
+    module.attach = attach
+    return importlib.import_module("examples.own_model_data_loss").main()
+
+
 def summed() -> None:
     """Gradients summed as quantised parts.
 

@@ -129,6 +129,11 @@ def test_help_lists_megatrons_arguments_and_snips(warm: WarmRanks, tmp_path: Pat
     assert {"--num-layers", "--snip-budget"} <= set(process.stdout.split())
 
 
+def test_a_training_that_no_launcher_started_is_one_line(warm: WarmRanks, tmp_path: Path) -> None:
+    process = warm.run(1, tiny_llama_args(iters=2), tmp=tmp_path, env={"MASTER_ADDR": ""})
+    check_refusal(process, "a launcher must start this: torchrun --nproc-per-node 1 -m snip_megatron.pretrain_gpt")
+
+
 def check_refusal(process: subprocess.CompletedProcess[str], message: str) -> None:
     assert process.returncode == 2
     (line,) = error_lines(process)

@@ -62,11 +62,12 @@ def test_own_model_data_and_loss_under_snip(warm: WarmRanks, tmp_path: Path) -> 
     text = ("--mock-data", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer"))
     extra = ("--focus", "2", "--eval-iters", "1", "--eval-interval", "8", "--pipeline-model-parallel-size", "2")
     arguments = tiny_llama_args(*text, *extra, *SNIP, "--snip-dir", str(run), iters=12, mock_data=False)
-    process = warm.succeed(2, arguments, module="examples.own_model_data_loss", tmp=tmp_path, timeout=300)
+    process = warm.succeed(2, arguments, module="altered_pretrain:complaining", tmp=tmp_path, timeout=300)
     (adopted, *_) = [event for event in read_events(run) if event["event"] == "adopt"]
     assert adopted["step"] == 5
     for rank in range(2):
         assert f"rank {rank}: map {adopted['version']} from step 5 on" in process.stdout
+    assert process.stdout.count("the user's own fault; training goes on") == 1  # on rank 1 alone
     metrics = read_metrics(run)
     assert all(line["loss"] is not None for line in metrics)  # the loss of another name, on the last of two stages
     assert metrics[-1]["loss"] < metrics[0]["loss"]

@@ -38,6 +38,10 @@ def _inf_before_reduction(genuine: Callable[..., Any], table: Any, *args: Any) -
     return genuine(table, *args)
 
 
+def _nan_in_losses(genuine: Callable[..., Any], step: Any) -> Any:
+    return [(loss * float("nan"), weight) for loss, weight in genuine(step)]
+
+
 def _nan_in_answer(genuine: Callable[..., Any], coordinator: Any, step: int, result: Any) -> Any:
     spoilt = tuple(
         dataclasses.replace(each, precision_map=dataclasses.replace(each.precision_map, objective=float("nan")))
@@ -78,6 +82,7 @@ MOMENTS = {
     "submission": Moment(f"{_COORDINATOR}submit", rank=0),
     "solving": Moment(f"{_COORDINATOR}decision", rank=0),
     "answer": Moment(f"{_COORDINATOR}_receive", rank=0, nan=_nan_in_answer),
+    "rise": Moment("snip_megatron.megatron.host:MegatronStep.losses", nan=_nan_in_losses),
     "decision": Moment(f"{_CONTROLLER}_decide"),
     "adoption": Moment("snip_megatron.layers.registry:LinearRegistry.adopt"),
     "checkpoint": Moment("megatron.training.training:save_checkpoint", host=True),
@@ -187,7 +192,7 @@ def all_cases() -> list[Case]:
 def ends(case: Case) -> bool:
     """Return whether a case ends its process, or needs a checkpoint near it."""
     always = case.fault in ("rank killed", "SIGTERM") or case.moment in ("start", "end", "checkpoint")
-    by_error = case.moment in ("forward and backward", "decision", "adoption") and case.fault in ENDS
+    by_error = case.moment in ("forward and backward", "rise", "decision", "adoption") and case.fault in ENDS
     return always or by_error
 
 

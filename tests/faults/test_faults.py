@@ -11,7 +11,7 @@ from faults.table import FAULTS, MOMENTS, Case, all_cases
 
 SAMPLE = [
     Case("recording", "exception"), Case("reduction", "NaN"), Case("solving", "solver killed"),
-    Case("solving", "garbage"), Case("record", "out of memory"), Case("answer", "NaN"), Case("adoption", "exception"),
+    Case("solving", "garbage"), Case("record", "out of memory"), Case("answer", "NaN"), Case("rise", "NaN"), Case("adoption", "exception"),
     Case("checkpoint", "rank killed"), Case("decision", "SIGTERM"), Case("end", "exception"),
 ]  # fmt: skip
 
@@ -21,6 +21,7 @@ def test_training_keeps_its_losses_or_ends_in_a_line(warm: WarmRanks, tmp_path: 
     assert [(line["moment"], line["fault"], line["lost"]) for line in results] == [(*case, None) for case in SAMPLE]
     outcomes = {(line["moment"], line["fault"]): line["outcome"] for line in results}
     assert outcomes["recording", "exception"] == "dropped (statistics), adopted"
+    assert outcomes["rise", "NaN"] == "dropped (rise), adopted"
     assert outcomes["adoption", "exception"].startswith("ended in a line: [rank 1] rank 1 on ")
     assert outcomes["checkpoint", "rank killed"] == "killed, and started again"
     assert outcomes["decision", "SIGTERM"] == "stopped with a checkpoint"

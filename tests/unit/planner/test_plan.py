@@ -45,7 +45,10 @@ def test_a_share_of_flops_is_met_on_every_stage() -> None:
 def test_a_speedup_of_the_linears(granularity: str) -> None:
     found = plan("speedup=1.5", "bf16,fp8,fp4", granularity=granularity)
     argument = "" if granularity == "gemm" else " --snip-granularity layer"
-    assert f"in training: --snip-budget speedup=1.5 --snip-formats bf16,fp8,fp4{argument}\n" in render(found)
+    text = render(found)
+    assert f"in training: --snip-budget speedup=1.5 --snip-formats bf16,fp8,fp4{argument}\n" in text
+    assert "no map is shown, because losses are not known before a run" in text
+    assert "GEMMs:" not in text
     assert 1.5 <= found["steps"]["map"]["linears_speedup"] < 1.6
     assert found["steps"]["map"]["speedup"] < 1.5
 
@@ -94,6 +97,7 @@ def test_statistics_of_a_run_are_asked_on_another_pipeline(tmp_path: Path) -> No
     path = statistics(tmp_path / "step_100.npz")
     found = plan("loss=0.5", "bf16,fp8,fp4", statistics=path)
     assert found["budget"]["losses"] == str(path)
+    assert all(figure in render(found) for figure in ("GEMMs:", "Σ loss"))
     assert "--snip-budget loss=0.5 " in found["budget"]["snip_arguments"]
     assert not any("synthetic" in line for line in found["assumptions"])
     problem = build_problem(request("fp4=0.5"), step_model(layout(**PIPELINE)), path)

@@ -77,3 +77,30 @@ def test_a_measured_rise_stands_beside_its_prediction_and_its_bound(tmp_path: Pa
     assert "<th>measured rise, nats</th>" in page
     assert f"<td>{rise:.2g} ± 0.0004</td>" in page
     assert f"<dt>measured rise of the loss, nats</dt><dd>{rise:.2g} ± 0.0004</dd>" in page
+
+
+@pytest.mark.parametrize(
+    ("measured", "last", "healthy"),
+    [
+        (
+            [0.0009],
+            "predicted 0.0001, 9 times the prediction; the next maps tell whether predictions are too low",
+            True,
+        ),
+        ([0.0009, 0.0011, 0.001], "; 3 maps: 0.001 ± 6e-05, predicted 0.0001, 10 times the prediction", False),
+        ([0.0009, -0.0008, 0.0003], "; 3 maps: 0.00013 ± 0.0005, predicted 0.0001", True),  # of either sign
+    ],
+)
+def test_rises_many_times_their_predictions_are_named(
+    path: Path, measured: list[float], last: str, healthy: bool
+) -> None:
+    tried = dict(zip((5, 4, 3), measured, strict=False))
+
+    def measure(row: dict[str, Any]) -> None:
+        if row["event"] == "adopt" and row["version"] in tried:
+            row.update(measured_rise=tried[row["version"]], measured_error=0.0001, predicted_rise=0.0001)
+
+    rewrite(path, measure, "events.jsonl")
+    text, found_healthy = found(path)["Rise of the loss"]
+    assert text.endswith(last)
+    assert found_healthy is healthy

@@ -39,6 +39,13 @@ def test_a_missing_and_an_old_package_say_what_to_install(monkeypatch):
     assert (checks["wandb"].status, checks["apex"].status) == (Status.NOTE, Status.NOTE)
 
 
+def test_a_megatron_that_a_training_would_try_does_not_fail(monkeypatch):
+    monkeypatch.setattr(doctor, "installed_version", {"megatron-core": "0.21.0"}.get)
+    check = next(check for check in doctor.check_packages() if check.name == "megatron-core")
+    assert (check.status, check.result) == (Status.NOTE, "0.21.0")
+    assert "a training tries a newer one" in check.advice
+
+
 def test_every_backend_is_named_and_the_reference_is_right():
     checks = {check.name: check for check in doctor.check_backends()}
     assert checks["reference"].status is Status.OK
