@@ -11,8 +11,9 @@ from faults.table import FAULTS, MOMENTS, Case, all_cases
 
 SAMPLE = [
     Case("recording", "exception"), Case("reduction", "NaN"), Case("solving", "solver killed"),
-    Case("solving", "garbage"), Case("record", "out of memory"), Case("answer", "NaN"), Case("rise", "NaN"), Case("adoption", "exception"),
-    Case("checkpoint", "rank killed"), Case("decision", "SIGTERM"), Case("end", "exception"),
+    Case("solving", "garbage"), Case("record", "out of memory"), Case("answer", "NaN"), Case("rise", "NaN"),
+    Case("adoption", "exception"), Case("checkpoint", "rank killed"), Case("decision", "SIGTERM"),
+    Case("end", "exception"),
 ]  # fmt: skip
 
 
