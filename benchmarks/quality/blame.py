@@ -400,13 +400,14 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 # -- the command -------------------------------------------------------------------------------------------------------
 def chosen(cases: Sequence[Case], which: str | None, seed: int) -> list[Case]:
-    """Return the cases that ``--cases`` names: so many of each kind in turn, or those whose name has the text in it,
-    or whose verdict or layout it is.
+    """Return the cases that ``--cases`` names: so many of each kind in turn, or those whose name has one of
+    the texts in it, or whose verdict or layout it is.
 
     Without it, all, with kinds mixed, so that a time limit leaves out some of each.
     """
     if which is not None and not which.isdigit():
-        return [case for case in cases if which in case.name or which in (case.verdict, case.layout)]
+        words = which.split(",")
+        return [case for case in cases if any(w in case.name or w in (case.verdict, case.layout) for w in words)]
     order = list(cases)
     random.Random(seed).shuffle(order)
     return order[: int(which)] if which else order
@@ -417,7 +418,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--model", choices=sorted(set(SETTINGS) - {"mixture"}), default="26m")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
-    parser.add_argument("--cases", metavar="N|NAME", help="so many cases, or those whose name contains NAME")
+    parser.add_argument("--cases", metavar="N|NAME,…", help="so many cases, or those with NAME in their name")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("runs/blame"), help="text, checkpoints and runs")
     parser.add_argument("--data", type=Path, help="prepared text instead of the standard library's")

@@ -6,6 +6,7 @@ saves nothing, and ends with exit code 0. A step is the iteration that Megatron 
 
 import argparse
 import dataclasses
+import functools
 import re
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from snip_megatron.layers.registry import LinearRegistry, load_map
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import MegatronStep, StepCall
 from snip_megatron.megatron.startup import say
+from snip_megatron.megatron.state_check import state_checked
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.blame import write_blame_page
@@ -96,7 +98,8 @@ def run_blame(
             )
         step = step_of(dataclasses.replace(call, step=iteration - 1))
         step.first = skipped * call.num_microbatches
-        blame = blame_step(job, host, registry, step, Place(iteration, checkpoint, folder))
+        state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
+        blame = blame_step(job, host, registry, step, Place(iteration, checkpoint, folder), state)
         on_rank_zero(lambda blame=blame: _publish(blame, folder))  # type: ignore[misc]
     if dist.is_initialized():
         dist.barrier()

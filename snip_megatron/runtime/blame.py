@@ -8,7 +8,8 @@ reference's of the same inputs. All ranks return the same verdict.
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -41,23 +42,29 @@ class Place:
     folder: Path
 
 
-def blame_step(job: Job, host: Host, registry: LinearRegistry, step: HostStep, place: Place) -> Blame:
+StateCheck = Callable[[KernelCheck], AbstractContextManager[None]]
+"""Returns a context that checks what the host does beside GEMMs, and notes faults."""
+
+
+def blame_step(
+    job: Job, host: Host, registry: LinearRegistry, step: HostStep, place: Place, state: StateCheck = nullcontext
+) -> Blame:
     """Return the verdict about ``step``. Random states, gradients and data order are restored. Collective."""
     started = time.perf_counter()
     passes = Passes(job, host, registry, step)
     with step.undisturbed():
         try:
-            blame = _blame(passes, place)
+            blame = _blame(passes, place, state)
         finally:
             registry.start_step(step.step)
     return dataclasses.replace(blame, seconds=round(time.perf_counter() - started, 3))
 
 
-def _blame(passes: Passes, place: Place) -> Blame:
+def _blame(passes: Passes, place: Place, state: StateCheck) -> Blame:
     job, context = passes.job, passes.registry.context
     # The job's own kernels run first, as a training's first step does after loading.
     check = KernelCheck(job.formats_of, job.numerics, job.bound)
-    with job.watch(context, check):
+    with state(check), job.watch(context, check):
         kernels = PassResult([], passes.gradients())
     kernels = kernels._replace(losses=passes.losses())
     effects = RoundingEffects(job.formats_of, job.numerics, len(passes.registry.names), passes.host.device)
@@ -98,7 +105,7 @@ def _verdict(
 ) -> tuple[str, str]:
     if fault is not None:
         gemm = "" if fault.gemm is None else f":{fault.gemm}"
-        return BUG, f"{fault.linear}{gemm} on rank {fault.rank} is not what its inputs give"
+        return BUG, f"{fault.linear}{gemm} on rank {fault.rank} is not what its inputs give: {fault.where}"
     if not figures["bf16"].finite:
         return NOT_PRECISION, "the loss or the gradients are not finite in bf16 either"
     if not figures["reference"].finite:

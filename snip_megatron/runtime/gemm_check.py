@@ -93,17 +93,21 @@ class KernelCheck:
     Attributes:
         first: The first fault of this rank.
         sqnr: (linear, GEMM) → the least signal to noise ratio so far.
+        partial: row-parallel linear → this rank's part of its output, before the sum over ranks.
     """
 
     def __init__(self, formats_of: FormatsOf, numerics: ExactBackend, bound: Mapping[int, float] = BOUND) -> None:
         self.formats_of, self._numerics, self._bound = formats_of, numerics, bound
         self.first: LocalFault | None = None
         self.sqnr: dict[tuple[str, Gemm], float] = {}
+        self.partial: dict[str, Tensor] = {}
         self._calls: dict[Any, int] = defaultdict(int)
 
     def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
         """Compare one product."""
         handle, noise = product.handle, 0.0
+        if gemm is Gemm.FPROP and handle.parallel == "row" and handle.tp_size > 1:
+            self.partial[handle.name] = result.clone()  # the sum is computed in its memory
         operands = product.operands(gemm)  # a collective: of all ranks, not of one that finds a fault
         reference = exact_product(gemm, operands, self._numerics)
         if before is not None:  # what a sum in main_grad's dtype loses is no fault

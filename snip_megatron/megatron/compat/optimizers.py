@@ -72,6 +72,24 @@ def _state_of_parameter(optimizer: Any, param: torch.nn.Parameter) -> State | No
     return None
 
 
+def main_parameter(optimizer: Any, param: torch.nn.Parameter) -> tuple[torch.Tensor, int, int] | None:
+    """Return the FP32 values that the optimizer updates for ``param``, and the range of its elements that they are.
+
+    Returns None if this rank has none, or has them in another form.
+    """
+    main = getattr(param, "main_param", None)
+    if not isinstance(main, torch.Tensor) or isinstance(main, DTensor) or main.dtype is not torch.float32:
+        return None
+    start, end = 0, param.numel()
+    if getattr(param, "main_param_sharded", False):
+        parts = [each for each in _inner_optimizers(optimizer) if param in getattr(each, "model_param_gbuf_map", ())]
+        if not parts:
+            return None
+        bounds = parts[0]._get_model_param_range_map(param)["param"]
+        start, end = bounds.start, bounds.end
+    return (main, start, end) if main.numel() == end - start else None
+
+
 _ADAM = {"Adam", "AdamW", "FusedAdam"}
 """Names of classes, because torch, Apex and Transformer Engine have different classes with the same update rule."""
 

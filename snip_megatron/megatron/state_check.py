@@ -1,0 +1,205 @@
+"""What ``--snip-blame`` checks beside GEMMs: parameters, their replicas, reductions, and the rows of experts.
+
+Everything is compared with something that the job did not compute: parameters with the optimizer's main parameters and
+with other ranks', the output of a row-parallel linear with a sum of all ranks' products, and the rows that experts get
+with the routers' choice.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.utils import get_attr_wrapped_model
+
+from snip_megatron.layers.context import LinearHandle
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.megatron import compat
+from snip_megatron.numerics.products.backend import matrix
+from snip_megatron.runtime.gemm_check import KernelCheck, LocalFault, difference, rank
+from snip_megatron.sensitivity.blame import Fault
+from snip_megatron.sensitivity.reduction import ProbeGroups
+
+_all_gather = dist.all_gather  # what a job replaces later is not what checks it
+_SUM_BOUND, _CAST_BOUND = 30.0, 100.0
+"""Least signal to noise ratios in dB of a sum over ranks in bf16, and of a cast, which is exact."""
+_FIRST = -1  # before all products of a step
+
+
+@contextmanager
+def state_checked(
+    model: Sequence[torch.nn.Module], optimizer: Any, registry: LinearRegistry, groups: ProbeGroups, check: KernelCheck
+) -> Iterator[None]:
+    """Check parameters at once, and reductions and rows of experts in the passes inside this context. Collective."""
+    if not registry.context.fsdp_sharded:
+        parameters = _named(model)
+        for order, (name, parameter) in enumerate(parameters):
+            _check_cast(optimizer, name, parameter, order, check)
+        _check_replicas(parameters, groups, check)
+    with ExitStack() as stack:
+        for handle in registry:
+            if handle.parallel == "row" and handle.tp_group is not None and handle.expert is None:
+                hook = handle.module.register_forward_hook(_reduction_hook(handle, check))
+                stack.callback(hook.remove)
+        for chunk in model:
+            for layer in (module for module in chunk.modules() if isinstance(module, MoELayer)):
+                for hook in _row_hooks(layer, registry, check):
+                    stack.callback(hook.remove)
+        yield
+
+
+def _note(check: KernelCheck, order: Sequence[int], kind: str, linear: str, where: str, **more: Any) -> None:
+    fields: dict[str, Any] = {"gemm": None, "expert": None, "rank": rank(), "sqnr": 0.0, "bound": 0.0} | more
+    fault = Fault(kind=kind, linear=linear, host=socket.gethostname(), library="", shape=(), where=where, **fields)
+    check.note(LocalFault((*order, fault.rank), fault))
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+def _named(model: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of this rank by their names with global numbers of layers."""
+    named = []
+    for chunk in model:
+        gpt = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+        numbers = {str(i): str(layer.layer_number - 1) for i, layer in enumerate(gpt.decoder.layers)}
+        for name, parameter in gpt.named_parameters():
+            name = re.sub(r"^(decoder\.layers\.)(\d+)", lambda m: m[1] + numbers[m[2]], name)  # noqa: B023
+            named.append((name.removesuffix(".weight"), parameter))
+    return named
+
+
+def _check_cast(optimizer: Any, name: str, parameter: torch.nn.Parameter, order: int, check: KernelCheck) -> None:
+    """Compare a parameter with the cast of the optimizer's main parameter, where this rank has it."""
+    found = compat.main_parameter(optimizer, parameter)
+    if found is None:
+        return
+    main, start, end = found
+    shape = parameter.shape if end - start == parameter.numel() else (end - start, 1)
+    own = parameter.detach().reshape(-1)[start:end].view(shape)
+    main = main.detach().reshape(-1).to(own.dtype).view(shape)
+    compared = difference(*(each.reshape(len(each), -1) for each in (main, own)), _CAST_BOUND)
+    if compared is not None and compared.sqnr < _CAST_BOUND:
+        figures = {"sqnr": compared.sqnr, "bound": _CAST_BOUND}
+        _note(check, (_FIRST, 0, order), "parameter", name, f"{compared.where} are not the main parameter's", **figures)
+
+
+def _check_replicas(
+    parameters: Sequence[tuple[str, torch.nn.Parameter]], groups: ProbeGroups, check: KernelCheck
+) -> None:
+    """Compare parameters with those of the ranks that have the same. Collective."""
+    sums = torch.stack([_checksum(parameter) for _, parameter in parameters])
+    is_expert = [not getattr(parameter, "allreduce", True) for _, parameter in parameters]
+    sharded = [getattr(parameter, "tensor_model_parallel", False) for _, parameter in parameters]
+    of_experts = groups.experts or groups
+    for group, chosen in (
+        (groups.dp, [not expert for expert in is_expert]),
+        (of_experts.dp, is_expert),
+        (groups.tp, [not expert and not shard for expert, shard in zip(is_expert, sharded, strict=True)]),
+    ):
+        if not dist.is_initialized() or dist.get_world_size(group) == 1 or not any(chosen):
+            continue
+        parts = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
+        _all_gather(parts, sums, group=group)
+        for order, differs in enumerate(_differs(torch.stack(parts), dist.get_rank(group))):
+            if differs and chosen[order]:
+                where = "differs from other ranks' copies"
+                _note(check, (_FIRST, 1, order), "replica", parameters[order][0], where)
+
+
+def _checksum(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return a sum over the bits of a parameter that depends on their order, int64 and 0-dim."""
+    words = parameter.detach().contiguous().view(-1)
+    bits = words.view({2: torch.int16, 4: torch.int32}.get(words.element_size(), torch.uint8)).long()
+    return (bits * (torch.arange(len(bits), device=bits.device) % 8191 + 1)).sum()
+
+
+def _differs(sums: torch.Tensor, own: int) -> list[bool]:
+    """Return which parameters of rank ``own`` are not what most ranks have. ``sums`` is [ranks, parameters].
+
+    Of two halves, that of the first rank is right.
+    """
+    usual = torch.where(2 * (sums == sums[0]).sum(0) >= len(sums), sums[0], sums.mode(0).values)
+    return (sums[own] != usual).tolist()  # type: ignore[no-any-return]
+
+
+# -- reductions --------------------------------------------------------------------------------------------------------
+def _reduction_hook(handle: LinearHandle, check: KernelCheck) -> Any:
+    calls = 0
+
+    def compare(module: Any, arguments: Any, output: Any) -> None:
+        """Compare the output of a row-parallel linear with the sum of all ranks' products. Collective."""
+        nonlocal calls
+        product = check.partial.pop(handle.name, None)
+        y = output[0] if isinstance(output, tuple) else output
+        has_bias = module.bias is not None and not module.skip_bias_add
+        if product is None or has_bias:
+            return
+        parts = [torch.empty_like(product) for _ in range(dist.get_world_size(handle.tp_group))]
+        _all_gather(parts, product, group=handle.tp_group)
+        y = matrix(y.detach())
+        if len(y) != len(product):  # reduce-scattered: this rank's tokens
+            parts = [part[handle.tp_rank * len(y) :][: len(y)] for part in parts]
+        floats = [part.float() for part in parts]
+        total, noise = torch.stack(floats).sum(0), float(sum(part.square().mean() for part in floats))
+        noise *= torch.finfo(y.dtype).eps ** 2
+        compared = difference(total, y, _SUM_BOUND, noise)
+        calls += 1
+        if compared is None or compared.sqnr >= _SUM_BOUND:
+            return
+        lost, where = rank(), f"{compared.where} of the sum over tensor parallel ranks"
+        for index, part in enumerate(floats):
+            without = difference(total - part, y, _SUM_BOUND, noise)
+            if without is not None and without.sqnr >= _SUM_BOUND:
+                lost = dist.get_global_rank(handle.tp_group, index) if handle.tp_group is not None else index
+                where = "the sum over tensor parallel ranks lacks the part of this rank"
+        order = calls - 1, 0, handle.state.position, dist.get_world_size()
+        figures = {"rank": lost, "sqnr": compared.sqnr, "bound": _SUM_BOUND}
+        _note(check, order, "reduction", handle.name, where, **figures)
+
+    return compare
+
+
+# -- rows of experts ---------------------------------------------------------------------------------------------------
+def _row_hooks(layer: Any, registry: LinearRegistry, check: KernelCheck) -> list[Any]:
+    """Return hooks that compare the numbers of rows that experts get with the router's choice."""
+    config, dispatcher = layer.config, layer.token_dispatcher
+    if config.moe_expert_capacity_factor is not None or config.moe_router_padding_for_quantization:
+        return []
+    group = getattr(dispatcher, "tp_ep_group", None)
+    several = group is not None and dist.get_world_size(group) > 1
+    handle = next((each for each in registry if each.expert is not None and _is_in(each, layer)), None)
+    if handle is None:
+        return []
+    position, name = handle.state.position, handle.name.rpartition(".")[0]
+    local = list(layer.local_expert_indices)
+    routed: list[torch.Tensor] = []
+
+    def choose(module: Any, arguments: Any, output: Any) -> None:
+        counts = output[1].bool().reshape(-1, output[1].shape[-1]).sum(0)
+        if several:
+            parts = [torch.empty_like(counts) for _ in range(dist.get_world_size(group))]
+            _all_gather(parts, counts, group=group)
+            counts = torch.stack(parts).sum(0)
+        routed[:] = [counts]
+
+    def compare(module: Any, arguments: Any) -> None:
+        if not routed:
+            return
+        counts = arguments[1]
+        found = [int(each) for each in (counts.tolist() if isinstance(counts, torch.Tensor) else counts)]
+        expected = [int(routed[0][index]) for index in local]
+        if len(found) == len(expected) and found != expected:
+            first = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+            where = f"expert {local[first]} gets {found[first]} rows, and the router chose it {expected[first]} times"
+            _note(check, (0, 0, position - 1), "experts", name, where, expert=local[first])
+
+    return [layer.router.register_forward_hook(choose), layer.experts.register_forward_pre_hook(compare)]
+
+
+def _is_in(handle: LinearHandle, layer: torch.nn.Module) -> bool:
+    return any(module is handle.module for module in layer.modules())
