@@ -82,7 +82,8 @@ def _check_cast(optimizer: Any, name: str, parameter: torch.nn.Parameter, order:
     shape = parameter.shape if end - start == parameter.numel() else (end - start, 1)
     own = parameter.detach().reshape(-1)[start:end].view(shape)
     main = main.detach().reshape(-1).to(own.dtype).view(shape)
-    compared = difference(*(each.reshape(len(each), -1) for each in (main, own)), _CAST_BOUND)
+    rows = shape[0]
+    compared = difference(main.reshape(rows, -1), own.reshape(rows, -1), _CAST_BOUND)
     if compared is not None and compared.sqnr < _CAST_BOUND:
         figures = {"sqnr": compared.sqnr, "bound": _CAST_BOUND}
         _note(check, (_FIRST, 0, order), "parameter", name, f"{compared.where} are not the main parameter's", **figures)
@@ -124,7 +125,7 @@ def _differs(sums: torch.Tensor, own: int) -> list[bool]:
     Of two halves, that of the first rank is right.
     """
     usual = torch.where(2 * (sums == sums[0]).sum(0) >= len(sums), sums[0], sums.mode(0).values)
-    return (sums[own] != usual).tolist()  # type: ignore[no-any-return]
+    return (sums[own] != usual).tolist()
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------

@@ -47,7 +47,12 @@ StateCheck = Callable[[KernelCheck], AbstractContextManager[None]]
 
 
 def blame_step(
-    job: Job, host: Host, registry: LinearRegistry, step: HostStep, place: Place, state: StateCheck = nullcontext
+    job: Job,
+    host: Host,
+    registry: LinearRegistry,
+    step: HostStep,
+    place: Place,
+    state: StateCheck = lambda _: nullcontext(),
 ) -> Blame:
     """Return the verdict about ``step``. Random states, gradients and data order are restored. Collective."""
     started = time.perf_counter()
