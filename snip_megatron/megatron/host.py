@@ -265,10 +265,10 @@ class MegatronStep:
             output, loss_function = self.call.forward_step_func(*arguments)
             return output, functools.partial(_note_losses, token_losses, loss_function)
 
-        if self._routing is not None:
-            self._routing.start(first=True)
         compat.gather_parameters(self.call.model)
         with torch.no_grad():
+            if self._routing is not None:
+                self._routing.start(first=True)
             self.schedule(self._pass, forward_step, forward_only=True)
         return token_losses
 

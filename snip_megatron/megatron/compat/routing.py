@@ -140,12 +140,16 @@ class RepeatedRouting:
         return self._routes[-1]
 
     def start(self, *, first: bool) -> None:
-        """Begin a pass over the same microbatches. The routing is recorded if ``first``, else replayed."""
+        """Begin a pass over the same microbatches. The routing is recorded if ``first``, else replayed.
+
+        A pass without gradients keeps the record of those with gradients.
+        """
         self.recording = first
         for route in self._routes:
             route.calls.clear()
             if first:
-                route.recorded.clear()
+                keep = {} if torch.is_grad_enabled() else {key: each for key, each in route.recorded.items() if key[1]}
+                route.recorded = keep
 
 
 class _Route:
