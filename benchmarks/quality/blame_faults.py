@@ -643,7 +643,8 @@ ALL = "*"
 class Catalogue:
     """Draws the sites of the cases.
 
-    ``layers`` is the number of layers of the dense model, ``expert_layers`` and ``experts`` are those of the mixture.
+    ``layers`` is the number of layers of the dense model, ``expert_layers`` and ``experts`` are those of the mixture,
+    whose first layer is dense.
     """
 
     layers: int
@@ -738,7 +739,7 @@ class Catalogue:
 
     def _bugs_of_experts(self) -> None:
         for _ in range(3):
-            layer, expert = self._draw.randrange(self.expert_layers), self._draw.randrange(self.experts - 1)
+            layer, expert = self._draw.randrange(1, self.expert_layers), self._draw.randrange(self.experts - 1)
             name = f"decoder.layers.{layer}.mlp.experts"
             site = Site(name, expert=expert, seed=self._draw.randrange(2**31))
             linears = (f"{name}.linear_fc1", f"{name}.linear_fc2")
