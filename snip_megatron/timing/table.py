@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ MIN_SECONDS, MAX_SECONDS = 1e-12, 1e4
 MAX_EDGE = 2**40
 OPERANDS = ("input", "gradient")
 _ONE_TIME = ("fused_input", "fused_gradient", "weights")
-GROUPED, STOCK = ("gemms", *OPERANDS, *_ONE_TIME), "stock"
+STOCK = "stock"
 _KEYS = {
     "gemms": ("tokens", "n", "k"),
     "activations": ("tokens", "features"),
@@ -71,11 +71,6 @@ class TimingTable:
     memory: float | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def quantised(self) -> tuple[Format, ...]:
-        """The measured formats without bf16."""
-        return tuple(fmt for fmt in self.formats if fmt is not Format.BF16)
-
     @classmethod
     def load(cls, path: Path) -> TimingTable:
         """Read a file. Raises SnipError with the file, the JSON path and what is wrong."""
@@ -89,19 +84,12 @@ class TimingTable:
 
     def to_json(self) -> str:
         """Return the text of a file, with rows sorted by size."""
-        written: dict[str, Callable[[Any], dict[str, Any]]] = {
-            "gemms": lambda row: {"seconds": _by_name(row)},
-            "activations": lambda row: {operand: _by_name(row[operand]) for operand in OPERANDS},
-            "weights": lambda row: {"seconds": _by_name(row)},
-            "grouped": lambda row: {part: _by_name(row[part]) for part in (*GROUPED, STOCK) if part in row},
-            "attention": lambda row: {"forward": row[0], "backward": row[1]},
-        }
         lists = {
             name: [
-                dict(zip(_KEYS[name], key, strict=True)) | write(row)
-                for key, row in sorted(getattr(self, name).items())
+                dict(zip(keys, size, strict=True)) | _written(_PARTS[name](row))
+                for size, row in sorted(getattr(self, name).items())
             ]
-            for name, write in written.items()
+            for name, keys in _KEYS.items()
         }
         body: dict[str, Any] = {
             "schema": TIMINGS_SCHEMA,
@@ -117,8 +105,21 @@ class TimingTable:
         return "{\n " + ",\n ".join(parts) + "\n}\n"
 
 
-def _by_name(row: Mapping[Format, Any]) -> dict[str, Any]:
-    return {fmt.value: value for fmt, value in row.items()}
+_PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "gemms": lambda row: {"seconds": row},
+    "activations": lambda row: {operand: row[operand] for operand in OPERANDS},
+    "weights": lambda row: {"seconds": row},
+    "grouped": lambda row: {part: row[part] for part in ("gemms", *OPERANDS, *_ONE_TIME, STOCK) if part in row},
+    "attention": lambda row: {"forward": row[0], "backward": row[1]},
+}
+"""List of a file → the fields of its rows beside their sizes."""
+
+
+def _written(parts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: {fmt.value: seconds for fmt, seconds in part.items()} if isinstance(part, Mapping) else part
+        for name, part in parts.items()
+    }
 
 
 def _lines(rows: list[dict[str, Any]]) -> str:
@@ -136,18 +137,10 @@ def _table(body: dict[str, Any]) -> TimingTable:
     quantised = tuple(fmt for fmt in formats if fmt is not Format.BF16)
     gemms, stock = partial(_by_format, formats, _triple), partial(_by_format, (Format.BF16,), _seconds)
     triples, ones = partial(_by_format, quantised, _triple), partial(_by_format, quantised, _seconds)
-    readers: dict[str, Callable[..., dict[Format, Any]]] = {"gemms": gemms, STOCK: stock}
-    readers |= dict.fromkeys(OPERANDS, triples) | dict.fromkeys(_ONE_TIME, ones)
-
-    def parts(names: Iterable[str], row: dict[str, Any], prefix: str) -> dict[str, dict[Format, Any]]:
-        return {name: readers[name](name, row, prefix) for name in names}
-
-    def grouped(row: dict[str, Any], prefix: str) -> dict[str, dict[Format, Any]]:
-        return parts((*GROUPED, STOCK) if STOCK in row else GROUPED, row, prefix)
-
-    def attention(row: dict[str, Any], prefix: str) -> tuple[float, float]:
-        return _seconds(row.get("forward"), f"{prefix}forward"), _seconds(row.get("backward"), f"{prefix}backward")
-
+    operands = dict.fromkeys(OPERANDS, triples)
+    grouped: dict[str, Callable[[Any, str], Any]] = {"gemms": gemms, **operands, **dict.fromkeys(_ONE_TIME, ones)}
+    grouped[STOCK] = stock
+    attention = _rows(body, "attention", {"forward": _seconds, "backward": _seconds})
     numbers = {name: None if body.get(name) is None else _number(body[name], name, 1, most)
                for name, most in (("copy_rate", 1e20), ("memory", 1e15))}  # fmt: skip
     least = 1 if quantised else 0
@@ -155,38 +148,38 @@ def _table(body: dict[str, Any]) -> TimingTable:
         device=_text(body, "device"),
         backend=_text(body, "backend"),
         formats=formats,
-        gemms=_rows(body, "gemms", partial(gemms, "seconds"), least=1),
-        activations=_rows(body, "activations", partial(parts, OPERANDS), least=least),
-        weights=_rows(body, "weights", partial(ones, "seconds"), least=least),
+        gemms={size: row["seconds"] for size, row in _rows(body, "gemms", {"seconds": gemms}, least=1).items()},
+        activations=_rows(body, "activations", operands, least=least),
+        weights={size: row["seconds"] for size, row in _rows(body, "weights", {"seconds": ones}, least=least).items()},
         grouped=_rows(body, "grouped", grouped),
-        attention=_rows(body, "attention", attention),
+        attention={size: (row["forward"], row["backward"]) for size, row in attention.items()},
         **numbers,
         about={key: body[key] for key in _ABOUT if key in body},
     )
 
 
-def _rows[Value](
-    body: dict[str, Any], name: str, read: Callable[[dict[str, Any], str], Value], *, least: int = 0
-) -> dict[tuple[int, ...], Value]:
-    """Return the rows of a list by their sizes. ``read`` takes a row and the path of it, with a dot."""
-    rows: dict[tuple[int, ...], Value] = {}
+def _rows(
+    body: dict[str, Any], name: str, readers: Mapping[str, Callable[[Any, str], Any]], *, least: int = 0
+) -> dict[tuple[int, ...], dict[str, Any]]:
+    """Return the rows of a list by their sizes. ``readers``: field of a row → what reads its value and path."""
+    rows: dict[tuple[int, ...], dict[str, Any]] = {}
     for i, raw in enumerate(strict_json.array(body.get(name, []), name)):
         path = f"{name}[{i}]"
         row = strict_json.mapping(raw, path)
         size = tuple(strict_json.whole(row.get(key), f"{path}.{key}", 1, MAX_EDGE + 1) for key in _KEYS[name])
         if size in rows:
             raise SnipError(f"{path}: {' × '.join(map(str, size))} stands twice")
-        rows[size] = read(row, f"{path}.")
+        fields = [part for part in readers if part != STOCK or part in row]
+        rows[size] = {part: readers[part](row.get(part), f"{path}.{part}") for part in fields}
     if len(rows) < least:
         raise SnipError(f"{name}: must hold at least one row")
     return rows
 
 
 def _by_format[Value](
-    formats: tuple[Format, ...], read: Callable[[Any, str], Value], name: str, row: dict[str, Any], prefix: str
+    formats: tuple[Format, ...], read: Callable[[Any, str], Value], raw: Any, path: str
 ) -> dict[Format, Value]:
-    path = prefix + name
-    fields = strict_json.mapping(row.get(name), path)
+    fields = strict_json.mapping(raw, path)
     return {fmt: read(strict_json.field(fields, fmt.value, f"{path}."), f"{path}.{fmt.value}") for fmt in formats}
 
 

@@ -193,6 +193,19 @@ def difference(deep_gemm: DeepGemm, cublaslt: Any, device: torch.device | str) -
     return None
 
 
+def unit_operands(rows: int, n: int, depth: int, device: torch.device | str) -> tuple[Operand, Operand]:
+    """Return operands [rows, depth] in tiles and [n, depth] in blocks, of zeros."""
+    tiles, sides = -(-depth // TILE), []
+    scales = (
+        torch.ones(tiles, rows, device=device).t(),
+        torch.ones(-(-n // TILE), -(-tiles // 4) * 4, device=device).t(),
+    )
+    for count, scale, scaling in ((rows, scales[0], "tile"), (n, scales[1], "block")):
+        values = torch.zeros(count, tiles * TILE, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        sides.append(Operand(values, scale, scaling, depth))
+    return sides[0], sides[1]
+
+
 def _blocks(weight: Operand) -> Tensor:
     """Return the scales [rows/128, D/128] of an operand in blocks, without cuBLASLt's padding, which is copied away.
 

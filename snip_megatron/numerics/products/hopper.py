@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from snip_megatron.numerics.products.backend import REFERENCE, Formats, GemmBackend, GemmOperand, UnquantizedOperand
 from snip_megatron.numerics.products.cublaslt import Choices, CublasLt, accumulate_plain, is_gradient
-from snip_megatron.numerics.products.deepgemm import DeepGemm, difference
+from snip_megatron.numerics.products.deepgemm import DeepGemm, difference, unit_operands
 from snip_megatron.numerics.products.grouped import GroupLoop
 from snip_megatron.numerics.products.grouped_hopper import HopperGroups, add_wgrad
 from snip_megatron.numerics.quantize.formats import TILE
@@ -85,10 +85,8 @@ class HopperBackend(GemmBackend):
             with suppress(torch.OutOfMemoryError):  # what is not timed now is timed by its first product
                 for rows, n, k in sizes:
                     for edge, depth in ((n, k), (k, n)):  # fprop and dgrad
-                        x, w = (torch.zeros(size, depth, dtype=torch.bfloat16, device=device) for size in (rows, edge))
-                        a, _ = self._quantizers.quantize_operands(x, OperandSpec(Format.FP8, None))
-                        b, _ = self._quantizers.quantize_operands(w, OperandSpec(Format.FP8, None, weight=True))
-                        self._faster.multiply(a, b, torch.bfloat16, self._library)
+                        operands = unit_operands(rows, edge, depth, device)
+                        self._faster.multiply(*operands, torch.bfloat16, self._library)
         faults = fault and f"{fault}: cuBLASLt multiplies", self._others.check(device, _OTHERS.intersection(formats))
         return "; ".join(filter(None, faults)) or None
 

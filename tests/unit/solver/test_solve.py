@@ -231,17 +231,6 @@ def test_a_limit_of_the_loss_of_70b_is_met_up_to_the_gap(seed: int, share: float
     assert solution.gap <= GAP
 
 
-@pytest.mark.parametrize("kind", ["strongly correlated", "inverse strongly correlated"])
-def test_a_limit_of_the_loss_that_is_hard_to_meet_uses_all_effort(kind: str) -> None:
-    problem = hard_problem(kind, 8)
-    highest = math.fsum(max(c.loss for c in item.choices) for item in problem.items)
-    problem = replace(problem, budget=Budget("loss", 0.3 * highest), stage_tolerance=None)
-    solution = solve(problem, deterministic_time=0.4)
-    check(problem, solution)
-    assert GAP < solution.gap < 2e-3
-    assert 0.4 <= solution.deterministic_seconds <= 1.3 * 0.4
-
-
 @pytest.mark.parametrize("bad", [{"time_limit_s": 0.0}, {"deterministic_time": -1.0}, {"solver": "magic"}])
 def test_bad_arguments_are_named(bad: dict) -> None:
     problem = make_problem([[0.0]], [[0.0]], [1.0], [0], 0.0)

@@ -1,13 +1,10 @@
 """Calibration on a CPU: sizes, and what is called by the reference and by the Hopper backend over emulated cuBLAS."""
 
-import itertools
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
 from snip_megatron.numerics.products.hopper import HopperBackend
@@ -17,7 +14,7 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import MODELS
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.timing.calibration import Workload, calibrate, coarse_first, grid_workload, shapes_workload
+from snip_megatron.timing.calibration import Workload, calibrate, grid_workload, shapes_workload
 from snip_megatron.timing.cost_model import LinearShape
 from snip_megatron.timing.log_grid import LogGrid
 from snip_megatron.timing.measure import Call, HostClock, Measurer
@@ -92,13 +89,6 @@ def test_a_size_that_a_library_refuses_is_left_out_and_named() -> None:
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=3))
-def test_coarse_first_is_the_whole_product_ends_first(lengths: list[int]) -> None:
-    axes = [list(range(10, 10 + length)) for length in lengths]
-    ordered = coarse_first(axes)
-    assert sorted(ordered) == sorted(itertools.product(*axes))
-    ends = {tuple(corner) for corner in itertools.product(*([axis[0], axis[-1]] for axis in axes))}
-    assert set(ordered[: len(ends)]) == ends
 
 
 def test_a_calibration_cut_short_still_spans_everything() -> None:

@@ -72,22 +72,3 @@ def test_multiplications_and_additions_are_fused_whatever_tritons_default(monkey
         partial_sums.add_partials(torch.zeros(2, 4, 256, dtype=torch.uint8), torch.zeros(2, 4, 2), X[:4, :256], 0)
     options = [json.loads(str(kernel))["options"]["enable_fp_fusion"] for kernel in listing.kernels]
     assert options == [True, False]  # sums of ranks are rounded one by one
-
-
-def test_compiled_kernels_are_remembered_again_when_they_were_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with experts, whose rows differ from step to step."""
-
-    class Kernel:
-        inspected = 0
-
-        def __getitem__(self, grid: Any) -> Any:
-            self.inspected += 1
-            return lambda *_, **__: {(1, 1, 1): lambda *_: None}
-
-    monkeypatch.setattr(launch, "_MOST_COMPILED", 4)
-    monkeypatch.setattr(launch, "_compiled", {})
-    kernel = Kernel()
-    for rows in (*range(6), 5):
-        launch.launch(kernel, (1, 1), [X], (rows,), (), {}, {})
-    assert kernel.inspected == 6
-    assert len(launch._compiled) <= 4
