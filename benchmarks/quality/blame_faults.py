@@ -348,28 +348,23 @@ def _of_spec(change: Callable[[Site, str, Any], Any]) -> Plant:
     return plant
 
 
-def _e5m2(*, scaled: bool) -> Plant:
-    """X and G of a GEMM lose all but two bits of their mantissa. Without a scale, small numbers vanish too.
+def _e5m2(site: Site, name: str, spec: Any) -> Any:
+    """X and G of a GEMM are cast to E5M2 without a scale: two bits of mantissa are left, and small numbers vanish.
 
     W stays, whose two operands may be one.
     """
     from snip_megatron.numerics.quantize.operands import OperandSpec
 
-    def change(site: Site, name: str, spec: Any) -> Any:
-        class Coarse(OperandSpec):
-            def quantizer_arguments(self, x: torch.Tensor, axis: int) -> Any:
-                hit = name != "w" and any(
-                    site.hits(gemm) and name in OPERANDS[gemm] and ROWWISE.get((gemm, name), False) == (axis == 1)
-                    for gemm in GEMMS
-                )
-                if hit:
-                    factor = 57344.0 / x.float().abs().amax().clamp(min=1e-30) if scaled else 1.0
-                    x = ((x.float() * factor).to(torch.float8_e5m2).float() / factor).to(x.dtype)
-                return super().quantizer_arguments(x, axis)
+    class Coarse(OperandSpec):
+        def quantizer_arguments(self, x: torch.Tensor, axis: int) -> Any:
+            if name != "w" and any(
+                site.hits(gemm) and name in OPERANDS[gemm] and ROWWISE.get((gemm, name), False) == (axis == 1)
+                for gemm in GEMMS
+            ):
+                x = x.to(torch.float8_e5m2).to(x.dtype)
+            return super().quantizer_arguments(x, axis)
 
-        return Coarse(*spec)
-
-    return _of_spec(change)
+    return Coarse(*spec)
 
 
 def _to_nearest(site: Site, name: str, spec: Any) -> Any:
@@ -694,9 +689,9 @@ class Catalogue:
             gemms = [each for each in ("dgrad", "wgrad") if site.hits(each)]
             self.add("nearest", ROUNDING, site, _of_spec(_to_nearest), formats=formats, gemms=gemms)
         for gemm in ("dgrad", "wgrad", "dgrad"):
-            self.add("e5m2-unscaled", ROUNDING, self.site(gemm=gemm), _e5m2(scaled=False))
+            self.add("e5m2-g", ROUNDING, self.site(gemm=gemm), _of_spec(_e5m2))
         for gemm in ("fprop", None):
-            self.add("e5m2-unscaled-x", ROUNDING, self.site(gemm=gemm), _e5m2(scaled=False))
+            self.add("e5m2-x", ROUNDING, self.site(gemm=gemm), _of_spec(_e5m2))
         for base in ("fp8_tensor", "fp8_tensor", "fp8", "fp8"):
             self.add("outlier-channel", ROUNDING, self.site(reads), _outlier_channel(19), base=base)
         for base in ("fp8_tensor", "fp8_tensor", "fp8"):

@@ -38,7 +38,8 @@ class Suspects:
         }
         of_gemm = {(name, gemm): formats.format_of(name, Gemm(gemm)) for name, gemm in effects}
         errors = {key: _error(effects[key]) for key, fmt in of_gemm.items() if fmt is not Format.BF16}
-        self.harmed = outliers(errors, {key: bits_of(of_gemm[key]) for key in errors})
+        operands = {key: effects[key].mse / max(effects[key].count, 1.0) for key in errors}
+        self.harmed = outliers(errors, {key: bits_of(of_gemm[key]) for key in errors}, operands)
         energy = {key: min(errors.get(key, 0.0), 1e3) ** 2 for key in effects}
         total = sum(energy.values()) or 1.0
         self.harm = tuple(

@@ -67,3 +67,20 @@ def test_a_gemm_is_harmed_where_it_is_worse_than_its_peers() -> None:
     every = dict.fromkeys(keys, 2 * LIMIT[8])
     assert outliers(every, bits).keys() == every.keys()
     assert all(score == pytest.approx(4.0) for score in outliers(every, bits).values())
+
+
+def test_a_gemm_whose_operands_lose_a_bit_is_harmed_though_its_result_hides_it() -> None:
+    """Errors of results vary from GEMM to GEMM; those of operands in one format hardly do."""
+    keys = [(f"decoder.layers.{layer}.mlp.linear_fc1", "fprop") for layer in range(8)]
+    errors, bits = dict.fromkeys(keys, 0.03), dict.fromkeys(keys, 8)
+    operands = dict.fromkeys(keys, 0.0013)
+    assert outliers(errors, bits, operands) == {}
+    assert list(outliers(errors, bits, operands | {keys[3]: 0.0045})) == [keys[3]]
+
+
+def test_an_error_that_a_format_always_has_is_no_harm() -> None:
+    """Peers may be better than usual."""
+    keys = [(f"decoder.layers.{layer}.mlp.linear_fc1", "wgrad") for layer in range(8)]
+    errors, bits = dict.fromkeys(keys, 0.012), dict.fromkeys(keys, 8)
+    assert outliers(errors | {keys[2]: 0.035}, bits) == {}
+    assert list(outliers(errors | {keys[2]: 0.06}, bits)) == [keys[2]]
