@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = """
@@ -24,12 +25,22 @@ def test_counts_are_pytests(tmp_path: Path) -> None:
     (tmp_path / "test_counted.py").write_text(TESTS)
     pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=report.xml"]
     subprocess.run([*pytest_command, "test_counted.py"], cwd=tmp_path, capture_output=True, timeout=120)
-    recorder = ROOT / "tests" / "compatibility" / "record.py"
-    subprocess.run([sys.executable, recorder, "report.xml", "out.json", "-k", "a"], cwd=tmp_path, check=True)
-    record = json.loads((tmp_path / "out.json").read_text())
+
+    def recorded(*reports: str) -> dict[str, Any]:
+        recorder = ROOT / "tests" / "compatibility" / "record.py"
+        subprocess.run([sys.executable, recorder, "out.json", *reports], cwd=tmp_path, check=True)
+        record: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
+        return record
+
+    record = recorded("report.xml", "--", "-k", "a")
     assert {key: record[key] for key in ("passed", "failed", "skipped")} == {"passed": 1, "failed": 3, "skipped": 1}
     assert record["torch"] == importlib.metadata.version("torch")
     assert record["arguments"] == ["-k", "a"]
+
+    (tmp_path / "again.xml").write_text('<testsuite><testcase classname="test_counted" name="test_c"/></testsuite>')
+    record = recorded("report.xml", "again.xml")  # of a test that has run twice the last run counts
+    assert {key: record[key] for key in ("passed", "failed", "skipped")} == {"passed": 2, "failed": 2, "skipped": 1}
+    assert "arguments" not in record
 
 
 def test_an_unknown_stack_is_refused() -> None:

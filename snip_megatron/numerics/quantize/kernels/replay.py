@@ -409,7 +409,7 @@ def _command() -> list[str]:
     headers = [root / "include", root / "include/torch/csrc/api/include", Path(sysconfig.get_path("include"))]
     libraries = root / "lib"
     return [
-        *compiler.split(), "-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden",
+        *compiler.split(), "-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden",
         f"-DTORCH_EXTENSION_NAME={_NAME}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-I{path}" for path in headers), str(_SOURCE),
         f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_python", "-ltorch_cpu", "-lc10",
