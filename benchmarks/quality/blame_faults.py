@@ -566,9 +566,12 @@ def _replace_collective(name: str, wrapper: Callable[[Callable[..., Any]], Calla
             setattr(module, bound[name], faulty)
 
 
-def _lost_shard(site: Site) -> None:
-    """A rank's part is missing in the sum of a row-parallel linear."""
-    runs = _while_module_runs(site)
+def _lost_shard(site: Site, *, backward: bool = False) -> None:
+    """A rank's part is missing in the sum of a row-parallel linear, or of a column-parallel one in the backward."""
+    forward_runs = _while_module_runs(site)
+
+    def runs() -> bool:
+        return bool(_now and not _now[-1].is_forward and _running(site)) if backward else forward_runs()
 
     def lost(collective: Callable[..., Any]) -> Callable[..., Any]:
         def reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -658,6 +661,9 @@ class Catalogue:
         layer = self._draw.randrange(self.layers)
         return Site(f"decoder.layers.{layer}.{path}", gemm, rank=rank, seed=self._draw.randrange(2**31))
 
+    def _names(self) -> list[str]:
+        return [f"decoder.layers.{layer}.{path}" for layer in range(self.layers) for path in LINEARS]
+
     def add(
         self, family: str, verdict: str, site: Site | None, plant: Plant | None, base: str = "fp8", **more: Any
     ) -> None:
@@ -696,6 +702,10 @@ class Catalogue:
             self.add("outlier-channel", ROUNDING, self.site(reads), _outlier_channel(19), base=base)
         for base in ("fp8_tensor", "fp8_tensor", "fp8"):
             self.add("huge-tile", ROUNDING, self.site(reads), _huge_tiles(15), base=base)
+        for operand in ("g", "x"):
+            gemms = [gemm for gemm in GEMMS if operand in OPERANDS[gemm]]
+            plant = _stale_amax(operand, 2.0**-5)
+            self.add(f"clipped-{operand}", ROUNDING, self.site(), plant, base="fp8_tensor", gemms=gemms)
         for operand in ("g", "g", "g", "x", "x", "w", "w"):
             gemms = [gemm for gemm in GEMMS if operand in OPERANDS[gemm]]
             plant = _stale_amax(operand, 2.0**16)
@@ -725,6 +735,9 @@ class Catalogue:
             self.add("lost-shard", BUG, self.site(rows, rank=1), _lost_shard, layout=layout, gemms=())
         for _ in range(3):
             self.add("racing-gather", BUG, self.site(columns, rank=1), _racing_gather, layout="sp", gemms=())
+        for layout in ("tp", "sp"):
+            plant = partial(_lost_shard, backward=True)
+            self.add("lost-gradient", BUG, self.site(columns, rank=1), plant, layout=layout, gemms=("dgrad",))
         self.add("rows-on-a-rank", BUG, self.site(gemm="fprop", rank=1), _in_multiply(_drop_rows), layout="tp")
         self.add("late-gather", BUG, self.site(rank=1), _late_gather, layout="tp", gemms=())
         site = self.site(columns, rank=1)
@@ -745,13 +758,13 @@ class Catalogue:
         for step, base in enumerate(bases):
             self.add(f"healthy-{base}", HEALTHY, None, None, base=base, step=step)
         for step in range(4):
-            formats = {
-                f"decoder.layers.{layer}.{path}": self._draw.choice(("fp8", "fp8_tensor", "bf16"))
-                for layer in range(self.layers)
-                for path in LINEARS
-            }
+            formats = {linear: self._draw.choice(("fp8", "fp8_tensor", "bf16")) for linear in self._names()}
             self.add("healthy-mixed", HEALTHY, None, None, formats=formats, step=step)
         self.add("healthy-bf16", HEALTHY, None, None, base="bf16")
+        backward = {f"{linear}:{gemm}": "fp4" for linear in self._names() for gemm in GEMMS[1:]}
+        self.add("healthy-fp4-backward", HEALTHY, None, None, formats=backward)
+        some = {f"{linear}:{gemm}": self._draw.choice(("fp8", "fp4")) for linear in self._names() for gemm in GEMMS}
+        self.add("healthy-fp4-some", HEALTHY, None, None, formats=some)
         self.add("healthy-microbatches", HEALTHY, None, None, microbatches=2)
         layouts = (("tp", "sp", "dp") if ranks else ()) + (("experts",) if experts else ())
         for layout in layouts or ("one",):
