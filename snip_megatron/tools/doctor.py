@@ -249,7 +249,7 @@ def _check_package(requirement: Requirement, complain: Callable[[str, str, str],
         return complain(requirement.name, "not installed", advice)
     if admits(requirement, version):
         return ok(requirement.name, version)
-    if requirement is MEGATRON and Version(version) > Version(SUPPORTED.rpartition("<")[2]):
+    if requirement is MEGATRON and Version(version) >= Version(SUPPORTED.rpartition("<")[2]):
         return note(requirement.name, version, f"tested: {requirement.specifier}; a training tries a newer one")
     return complain(requirement.name, version, f"supported: {requirement.specifier}; {advice}")
 
