@@ -28,6 +28,7 @@ from snip_megatron.precision.errors import SnipError, first_line, installed_vers
 
 OLDEST_PYTHON = (3, 12)
 MEGATRON = Requirement(f"megatron-core{SUPPORTED}")
+NEWER_MEGATRON = Requirement(f"megatron-core>={SUPPORTED.rpartition('<')[2]}")
 REQUIRED = (
     Requirement("torch>=2.8"),
     MEGATRON,
@@ -249,7 +250,7 @@ def _check_package(requirement: Requirement, complain: Callable[[str, str, str],
         return complain(requirement.name, "not installed", advice)
     if admits(requirement, version):
         return ok(requirement.name, version)
-    if requirement is MEGATRON and Version(version) >= Version(SUPPORTED.rpartition("<")[2]):
+    if requirement is MEGATRON and admits(NEWER_MEGATRON, version):
         return note(requirement.name, version, f"tested: {requirement.specifier}; a training tries a newer one")
     return complain(requirement.name, version, f"supported: {requirement.specifier}; {advice}")
 
