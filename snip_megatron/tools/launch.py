@@ -123,19 +123,18 @@ def make_job(
     ``changes`` are values of fields of the configuration ``name``. A value of None changes nothing. Raises SnipError if
     a name is unknown, sizes do not fit together, or files are missing.
     """
-    if name not in CONFIGURATIONS:
-        known = ", ".join(CONFIGURATIONS)
-        raise SnipError(f"{cut(name)}: no such configuration; choose one of {known}, and --model for another")
-    known_configuration = CONFIGURATIONS[name]
+    known = CONFIGURATIONS.get(name)
+    if known is None:
+        names = ", ".join(CONFIGURATIONS)
+        raise SnipError(f"{cut(name)}: no such configuration; choose one of {names}, and --model for another")
     changes = {field: value for field, value in changes.items() if value is not None}
-    configuration = replace(known_configuration, **changes)
+    configuration = replace(known, **changes)
     model = load_llama(configuration.model)
     if "model" in changes:
         configuration = replace(configuration, title=model.name)
     tp, pp, gpus_per_node, nodes = configuration.tp, configuration.pp, configuration.gpus_per_node, configuration.nodes
     if nodes is None:
-        gpus = known_configuration.tp * known_configuration.pp * known_configuration.dp
-        nodes = max(1, gpus // max(1, gpus_per_node))
+        nodes = max(1, known.tp * known.pp * known.dp // max(1, gpus_per_node))
     dp = _data_parallel_size(nodes, gpus_per_node, tp, pp)
     seq_length = configuration.seq_length
     if "seq_length" not in changes:
@@ -148,7 +147,11 @@ def make_job(
         overlap_grad_reduce=True, overlap_param_gather=True,
     ).checked()  # fmt: skip
     extra_save = last_value(extra, "--save")
-    folder = _check_save(save if extra_save is None else Path(extra_save))
+    folder = save if extra_save is None else Path(extra_save)
+    if folder is None:
+        raise SnipError("--save: missing; give the folder for checkpoints, on storage that all nodes share")
+    if folder.exists() and not folder.is_dir():
+        raise SnipError(f"--save {folder}: is no folder")
     resumes = resume and (last_value(extra, "--load") is None or holds_checkpoint(folder))
     load = folder if resumes else None
     data = _check_data(data, smoke, extra)
@@ -177,14 +180,6 @@ def _small_model(model: Llama, pp: int) -> Llama:
     return replace(
         model, blocks=max(2, pp), hidden=128, ffn=256, heads=8, groups=groups, head_size=16, vocabulary=512, context=64
     )
-
-
-def _check_save(path: Path | None) -> Path:
-    if path is None:
-        raise SnipError("--save: missing; give the folder for checkpoints, on storage that all nodes share")
-    if path.exists() and not path.is_dir():
-        raise SnipError(f"--save {path}: is no folder")
-    return path
 
 
 def _check_data(data: str | None, smoke: bool, extra: Sequence[str]) -> str | None:
@@ -241,59 +236,36 @@ def megatron_arguments(job: Job) -> list[str]:
 
     The user's override the others, except ``--load``: a job that is started again goes on from its own checkpoint.
     """
-    parts = (
-        _model_arguments(job),
-        _layout_arguments(job.layout),
-        ["--cuda-graph-impl", "transformer_engine", "--te-rng-tracker"] if job.graphs else [],
-        _training_arguments(job),
-        _data_arguments(job),
-        ["--save", str(job.save), "--save-interval", "10" if job.smoke else "500"],
-        ["--exit-signal-handler"],  # on a signal, a checkpoint after the current step
-        _snip_arguments(job),
-        job.extra,
-        [] if job.load is None else ["--load", str(job.load)],
-    )
-    return [word for part in parts for word in part]
-
-
-def _model_arguments(job: Job) -> list[str]:
-    model, layout = job.model, job.layout
+    model, layout, smoke, lr = job.model, job.layout, job.smoke, job.configuration.lr
+    steps = 20 if smoke else round(job.configuration.tokens / (layout.global_batch_size * layout.seq_length))
+    warmup, log, evaluate = (2, 1, 10) if smoke else (2000, 10, 1000)
+    groups = f" --group-query-attention --num-query-groups {model.groups}" if model.groups != model.heads else ""
     text = (
         f"--num-layers {model.blocks} --hidden-size {model.hidden} --ffn-hidden-size {model.ffn}"
-        f" --num-attention-heads {model.heads} --kv-channels {model.head_size}"
-    )
-    if model.groups != model.heads:
-        text += f" --group-query-attention --num-query-groups {model.groups}"
-    text += (
+        f" --num-attention-heads {model.heads} --kv-channels {model.head_size}{groups}"
         f" --seq-length {layout.seq_length} --max-position-embeddings {max(layout.seq_length, model.context)}"
         f" --position-embedding-type rope --rotary-base {model.rotary_base}"
         f" --normalization RMSNorm --norm-epsilon {model.norm_epsilon:g} --swiglu --disable-bias-linear"
         " --attention-dropout 0 --hidden-dropout 0 --bf16 --untie-embeddings-and-output-weights"
-    )
-    return text.split()
-
-
-def _layout_arguments(layout: Layout) -> list[str]:
-    text = (
-        f"--tensor-model-parallel-size {layout.tp} --pipeline-model-parallel-size {layout.pp}"
+        f" --tensor-model-parallel-size {layout.tp} --pipeline-model-parallel-size {layout.pp}"
         f" --micro-batch-size {layout.micro_batch_size} --global-batch-size {layout.global_batch_size}"
-        " --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+        f" --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {_RECOMPUTE[layout.recompute]}"
+        f" --train-iters {steps} --lr {lr:g} --min-lr {lr / 10:g} --lr-decay-style cosine"
+        f" --lr-warmup-iters {warmup} --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0"
+        f" --init-method-std 0.02 --seed 1234 --log-interval {log} --eval-interval {evaluate}"
+        f" --eval-iters {1 if smoke else 10} --distributed-timeout-minutes 30 --save-interval {10 if smoke else 500}"
+        " --exit-signal-handler"  # on a signal, a checkpoint after the current step
     )
     if layout.sequence_parallel:
         text += " --sequence-parallel"
-    return f"{text} {_RECOMPUTE[layout.recompute]}".split()
-
-
-def _training_arguments(job: Job) -> list[str]:
-    lr, layout = job.configuration.lr, job.layout
-    steps = 20 if job.smoke else round(job.configuration.tokens / (layout.global_batch_size * layout.seq_length))
-    warmup, log, evaluate = (2, 1, 10) if job.smoke else (2000, 10, 1000)
-    return (
-        f"--train-iters {steps} --lr {lr:g} --min-lr {lr / 10:g} --lr-decay-style cosine"
-        f" --lr-warmup-iters {warmup} --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0"
-        f" --init-method-std 0.02 --seed 1234 --log-interval {log} --eval-interval {evaluate}"
-        f" --eval-iters {1 if job.smoke else 10} --distributed-timeout-minutes 30"
-    ).split()
+    if job.graphs:
+        text += " --cuda-graph-impl transformer_engine --te-rng-tracker"
+    if job.snip:
+        text += " --snip"
+    if job.snip and smoke:
+        text += " --snip-first-update 2 --snip-update-interval 10 --snip-lag 4 --snip-wait 120"
+    words = [*text.split(), "--save", str(job.save), *_data_arguments(job), *job.extra]
+    return words if job.load is None else [*words, "--load", str(job.load)]
 
 
 def _data_arguments(job: Job) -> list[str]:
@@ -309,13 +281,6 @@ def _data_arguments(job: Job) -> list[str]:
         *("--train-data-path", f"{data}/train", "--valid-data-path", f"{data}/valid"),
         *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{data}/tokenizer", *workers),
     ]
-
-
-def _snip_arguments(job: Job) -> list[str]:
-    if not job.snip:
-        return []
-    trial = "--snip-first-update 2 --snip-update-interval 10 --snip-lag 4 --snip-wait 120"
-    return ["--snip", *(trial.split() if job.smoke else [])]
 
 
 # -- the command ---------------------------------------------------------------------------------------------------

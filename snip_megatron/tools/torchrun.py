@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -121,12 +121,11 @@ def supervise(
     failed: Path | None = None,
     *,
     output: IO[bytes] | None = None,
-    watch: Callable[[], None] | None = None,
 ) -> tuple[int, str | None]:
     """Run torchrun's command until it ends.
 
     ``failed`` is the result of :func:`failure_file`. The ranks write to ``output``, or to this process's own standard
-    output and error if it is None. ``watch`` is called five times a second.
+    output and error if it is None.
 
     Returns the exit code (that of the rank that failed, or 128 + n after signal n), and the name of the first signal
     that asked the job to end. The name is None if there was no such signal.
@@ -148,7 +147,7 @@ def supervise(
             process = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=output, preexec_fn=_set_signals_of_torchrun
             )
-            code = _wait(process, received, failed, watch)
+            code = _wait(process, received, failed)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -166,12 +165,7 @@ def _set_signals_of_torchrun() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _wait(
-    process: subprocess.Popen[bytes],
-    received: Sequence[str],
-    failed: Path | None,
-    watch: Callable[[], None] | None,
-) -> int:
+def _wait(process: subprocess.Popen[bytes], received: Sequence[str], failed: Path | None) -> int:
     """Wait until torchrun ends, and return its exit code. Once a stop signal is received, pass it on to the ranks."""
     signalled: set[int] = set()
     while (code := process.poll()) is None:
@@ -186,8 +180,6 @@ def _wait(
             return _read_code(failed) or 1
         if received:
             _signal_ranks(process.pid, signalled)
-        if watch is not None:
-            watch()
         time.sleep(_POLL_S)
     return code
 

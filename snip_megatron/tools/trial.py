@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import multiprocessing
 import os
 import re
@@ -28,6 +27,7 @@ from typing import Any
 from snip_megatron import __version__
 from snip_megatron.precision.errors import SnipError, cut, installed_version
 from snip_megatron.runtime.defaults import FASTEST
+from snip_megatron.runtime.storage import deliver, dump_json
 from snip_megatron.tools import torchrun
 from snip_megatron.tools.argument_check import check_arguments
 from snip_megatron.tools.launch import last_value
@@ -243,24 +243,11 @@ def _schedule(words: Sequence[str]) -> list[str]:
 
 def train(run: Run, trial: Trial, log: Path) -> str | None:
     """Train one run. Returns the name of the signal that ended the trial, if one did."""
-
-    said, looked = 0, time.monotonic()
-
-    def progress() -> None:
-        nonlocal said, looked
-        if time.monotonic() < looked + 2.0:
-            return
-        looked = time.monotonic()
-        run.read(log.read_text(encoding="utf-8", errors="replace"))
-        if (done := len(run.step_ms)) >= said + max(1, trial.steps // 3) or (done and not said):
-            said = done
-            _say(f"{run.name}: step {done} of {trial.steps}, {run.step_ms[-1]:,.1f} ms")
-
     command = torchrun.torchrun_command(1, trial.ranks, None, "snip-trial", "127.0.0.1")
     variables = torchrun.environment(trial.ranks, cpu=not trial.machine.gpus)
     started = time.monotonic()
     with log.open("wb") as output:
-        code, stopped = torchrun.supervise([*command, *run.arguments], variables, output=output, watch=progress)
+        code, stopped = torchrun.supervise([*command, *run.arguments], variables, output=output)
     run.seconds = time.monotonic() - started
     text = log.read_text(encoding="utf-8", errors="replace")
     run.read(text)
@@ -410,10 +397,6 @@ def as_dict(trial: Trial, chosen: Map, sentence: str, command: Sequence[str]) ->
     }
 
 
-def _one_field_a_line(result: dict[str, Any]) -> str:
-    return "{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in result.items()) + "\n}\n"
-
-
 # -- the command ---------------------------------------------------------------------------------------------------
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip trial``."""
@@ -447,9 +430,8 @@ def run(args: argparse.Namespace) -> int:
             sentence = verdict(trial, chosen)
             print(table(trial, chosen), f"\n{sentence}", sep="\n", flush=True)
             if args.out is not None:
-                command = ["snip", *sys.argv[1:]]
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(_one_field_a_line(as_dict(trial, chosen, sentence, command)), encoding="utf-8")
+                result = as_dict(trial, chosen, sentence, ["snip", *sys.argv[1:]])
+                deliver("--out", args.out, dump_json(result))
             failure = next((_failure(each, folder) for each in trial.runs if each.error), None)
         failed = failure is not None
     finally:
