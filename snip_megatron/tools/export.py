@@ -22,6 +22,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from snip_megatron.numerics.products.transformer_engine import QUANTIZERS
 from snip_megatron.precision import FOUR_BIT, Format, Formats, Gemm, LinearId, PrecisionMap
@@ -44,7 +47,7 @@ RECIPES: Mapping[Format, str] = {
 }
 """Format → name of its recipe in the file. From wide to narrow: by bits, then by how many elements share a scale."""
 
-_RECIPE_FIELDS: Mapping[str, Mapping[str, str]] = {
+_RECIPE_FIELDS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8_blockwise": {"fp8_quantization_recipe": "blockwise", "fp8_format": "e4m3"},
     "fp8_tensorwise": {"fp8_quantization_recipe": "tensorwise", "fp8_format": "e4m3"},
@@ -268,31 +271,25 @@ def _stage_yaml(formats: Mapping[LinearId, Format], stage: int, layers: range, s
     if stage == stages - 1:
         of_stage |= {str(linear): fmt for linear, fmt in formats.items() if linear.stack == "mtp"}
     span = f"{layers.start} to {layers.stop - 1}" if layers else "none"
-    lines = [
-        f"# Pipeline stage {stage} of {stages}: decoder layers {span}, counted from 0 within the stage.",
-        "# For --te-precision-config-file of that stage's ranks, with --transformer-impl transformer_engine.",
-        "configs:",
-    ]
     recipes = {RECIPES[fmt] for fmt in of_stage.values()}
-    for name, fields in _RECIPE_FIELDS.items():
-        if name in recipes:
-            lines += [
-                f"  {name}:",
-                '    transformer_engine_config_type: "TEQuantizationParams"',
-                "    training_recipe:",
-                *(f"      {key}: {json.dumps(value)}" for key, value in fields.items()),
-                "      override_quantized_autocast: true",
-                "      override_nonquantized_autocast: true",
-            ]
-    lines.append("matchers:")
-    for name, fmt in of_stage.items():
+    overrides = {"override_quantized_autocast": True, "override_nonquantized_autocast": True}
+    configs = {
+        name: {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": fields | overrides}
+        for name, fields in _RECIPE_FIELDS.items()
+        if name in recipes
+    }
+    matchers = {
         # Megatron may build the linears of experts one by one, with the number of the expert in the name.
-        pattern = name.replace(".experts.linear_", ".experts.*linear_")
-        lines += [
-            f"  {name}:",
-            '    type: "glob"',
-            f"    pattern: {json.dumps(pattern)}",
-            f"    config: {json.dumps(RECIPES[fmt])}",
-            "    enabled: true",
-        ]
-    return "\n".join(lines) + "\n"
+        name: {
+            "type": "glob",
+            "pattern": name.replace(".experts.linear_", ".experts.*linear_"),
+            "config": RECIPES[fmt],
+            "enabled": True,
+        }
+        for name, fmt in of_stage.items()
+    }
+    head = (
+        f"# Pipeline stage {stage} of {stages}: decoder layers {span}, counted from 0 within the stage.\n"
+        "# For --te-precision-config-file of that stage's ranks, with --transformer-impl transformer_engine.\n"
+    )
+    return head + yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)

@@ -150,7 +150,7 @@ def test_a_file_is_written_for_megatron_and_read_back_as_a_map(tmp_path: Path) -
     )
     assert "a file is for one pipeline stage, and --pp is 2; give a folder" in refused(*command, "--pp", "2")
 
-    out.write_text(out.read_text().replace('"tensorwise"', '"delayed"'))
+    out.write_text(out.read_text().replace(": tensorwise", ": delayed"))
     assert "training_recipe.fp8_quantization_recipe" in refusal(load_map, str(out), names)
     snip(*command[:-1], tmp_path / "folder", "--pp", "2")
     assert "one of 2 pipeline stages" in refusal(load_map, str(tmp_path / "folder" / "stage_0.yaml"), names)
