@@ -85,7 +85,6 @@ def rank_zero(model: str, layers: int, ranks: int) -> Body:
     With another number of ranks than usual it only merges their shares, because the rest knows nothing of ranks.
     """
     from snip_megatron.runtime.coordinator import RankZeroCoordinator
-    from snip_megatron.runtime.exchange import Decision
     from snip_megatron.runtime.run_directory import RunDirectory
     from snip_megatron.sensitivity.reduction import PartialTable, TableShape
 
@@ -125,17 +124,17 @@ def rank_zero(model: str, layers: int, ranks: int) -> Body:
             assert not table.non_finite()
         with timed("submit"):
             coordinator.submit(STEP, table, 1)
-        decision, started, solver_peak = Decision(ready=False), time.perf_counter(), 0
-        while not decision.ready:  # training goes on meanwhile
+        candidates, started, solver_peak = None, time.perf_counter(), 0
+        while candidates is None:  # training goes on meanwhile
             time.sleep(0.01)
             solver_peak = max(solver_peak, _peak_of(sidecar.pid))
             with timed("receive"):  # the last one counts, in which the files of problem and scores are written
-                decision = coordinator.decision(STEP, 1)
+                candidates = coordinator.decision(STEP, 1)
         latency = time.perf_counter() - started
-        assert decision.candidates, "the update failed"
-        chosen = decision.candidates[0].precision_map
+        assert candidates, "the update failed"
+        chosen = candidates[0].precision_map
         with timed("decision"):
-            message = pickle.dumps(decision)
+            message = pickle.dumps(candidates)
         with timed("adopt"):
             coordinator.record_adoption(STEP, chosen)
             coordinator.event(STEP, "adopt", achieved_per_stage=dict(chosen.achieved_per_stage))
@@ -256,7 +255,7 @@ def one_rank(model: str, layers: int, ranks: int) -> Body:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from snip_megatron.runtime.exchange import Decision, MapChannel, StepReport
+    from snip_megatron.runtime.exchange import MapChannel, StepReport
     from snip_megatron.runtime.host import LocalSink, Unmeasured
     from snip_megatron.runtime.probe import ProbeRunner
     from snip_megatron.runtime.probe_memory import Fit
@@ -271,7 +270,7 @@ def one_rank(model: str, layers: int, ranks: int) -> Body:
     groups = ProbeGroups(of_tp, of_dp, of_experts if ep > 1 else None)
     names = {of_dp: "data", of_tp: "tensor", of_experts.dp: "expert data", of_experts.tp: "expert tensor"}
     calls: dict[str, list[int]] = {}
-    message, genuine = pickle.dumps(Decision()), {name: getattr(dist, name) for name in ("all_reduce", "broadcast")}
+    message, genuine = pickle.dumps(()), {name: getattr(dist, name) for name in ("all_reduce", "broadcast")}
 
     def counted(name: str) -> Callable[..., Any]:
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -36,13 +36,10 @@ def loss_spikes(run: RunData) -> list[int]:
     if len(points) <= _WINDOW:
         return []
     losses = np.array([loss for _, loss in points])
-    centred = losses - losses.mean()
-    sums = (np.concatenate(([0.0], np.cumsum(values))) for values in (centred, centred**2))
-    mean, square = ((s[_WINDOW:-1] - s[: -_WINDOW - 1]) / _WINDOW for s in sums)
-    deviation = np.sqrt(np.maximum(0.0, square - mean**2))
-    level = np.abs(mean + losses.mean())
-    limit = mean + np.maximum((number(run.config.get("guard_sigma")) or _SIGMA) * deviation, _MIN_RISE * level)
-    return [points[_WINDOW + int(i)][0] for i in np.flatnonzero(centred[_WINDOW:] > limit)]
+    windows = np.lib.stride_tricks.sliding_window_view(losses[:-1], _WINDOW)
+    mean, sigma = windows.mean(axis=1), number(run.config.get("guard_sigma")) or _SIGMA
+    limit = mean + np.maximum(sigma * windows.std(axis=1), _MIN_RISE * np.abs(mean))
+    return [points[_WINDOW + int(i)][0] for i in np.flatnonzero(losses[_WINDOW:] > limit)]
 
 
 def measured_rise(adoption: Adoption) -> str | None:

@@ -436,15 +436,11 @@ class _Help(argparse.HelpFormatter):
             return action.help or ""
 
 
-_REMOVED = {"--snip-communication": "leave it out"}
-"""Argument of an earlier version → what to do instead."""
-
-
 def parse_snip_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse SNIP's arguments among others, without torch and Megatron.
 
     ``snip`` and ``snip_no_compat`` of the result are needed before Megatron is imported. :func:`resolve_arguments`
-    checks the values. Raises SnipError if a value has the wrong type, or an argument is unknown or was removed.
+    checks the values. Raises SnipError if a value has the wrong type, or an argument is unknown.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     try:
@@ -452,9 +448,7 @@ def parse_snip_arguments(argv: Sequence[str]) -> argparse.Namespace:
     except argparse.ArgumentError as error:
         raise SnipError(str(error)) from None
     for word in others:
-        if (argument := word.partition("=")[0]) in _REMOVED:
-            raise SnipError(f'{argument} was removed: {_REMOVED[argument]} (CHANGELOG.md, "Removed")')
-        if argument.startswith("--snip-"):
+        if (argument := word.partition("=")[0]).startswith("--snip-"):
             close = did_you_mean(argument, parser._option_string_actions)
             raise SnipError(f"unrecognized arguments: {cut(argument)}{close}")
     args.snip_no_compat = given_options(args, SnipConfig).get("no_compat", ())

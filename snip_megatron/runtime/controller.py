@@ -17,7 +17,7 @@ from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.precision.strict_json import is_finite
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.exchange import Decision, Failure, MapChannel, StepFigures, StepReport, UpdateDroppedError
+from snip_megatron.runtime.exchange import Failure, MapChannel, StepFigures, StepReport, UpdateDroppedError
 from snip_megatron.runtime.guard import Guard, GuardState
 from snip_megatron.runtime.host import Kernels, ProbeResult, Sink, Unmeasured
 from snip_megatron.runtime.rise import Comparison, Rise, bound_of
@@ -116,8 +116,7 @@ class Controller:
             self._coordinator.receive_results(step)
         while self._replay_steps and self._replay_steps[0] <= step:
             due = self._replay_steps.pop(0)
-            replayed = Decision(self._coordinator.replay[due]) if self._coordinator else None
-            self._adopt(step, self._channel.agree(replayed))
+            self._adopt(step, self._channel.agree(self._coordinator.replay[due] if self._coordinator else None))
         self._take_back(step)
         pending = self.state.pending
         if pending is not None and step >= pending.due:
@@ -195,18 +194,17 @@ class Controller:
         """Prepare the first step of this process: the initial map, the steps of a replay, a restored update."""
         self._started, self._next_step, self._first_step = True, step, step
         if self._config.replay is not None:
-            steps = sorted(self._coordinator.replay) if self._coordinator else None
+            steps = sorted(self._coordinator.replay) if self._coordinator else []
             self._replay_steps = [s for s in self._channel.agree(steps) if s > step]
-        first = self._coordinator.initial_map(step) if self._coordinator else None
-        decision = self._channel.agree(first)
+        first = self._channel.agree(self._coordinator.initial_map(step) if self._coordinator else None)
         restored = self.state.precision_map if self._restored is not None else None
         self._begin_plan(step)
-        if decision.precision_map is not None:  # a map given by the configuration replaces that of the checkpoint
-            self._adopt(step, decision)
+        if first is not None:  # a map of the configuration replaces that of the checkpoint
+            self._adopt(step, first)
         elif self._schedule.has_other_map(step, restored, self._registry.names):
             self._next_phase(step)
         elif restored is not None:
-            self._adopt(step, self._agreed(restored))
+            self._adopt(step, self._channel.agree(restored))
         if not self._config.updates:
             self.state.pending = None
         self._compare_goal(step)
@@ -247,7 +245,7 @@ class Controller:
                 self._event(step, "plan", **self._schedule.figures(step))
         fixed = self._schedule.fixed_plan(step)
         if fixed is not None:
-            self._take_plan(step, self._channel.agree(None if self._coordinator is None else fixed))
+            self._take_plan(step, self._channel.agree(fixed))
 
     def _compare_goal(self, step: int) -> None:
         """Compare the goal of this run with the checkpoint's. If they differ, say how long the old maps stay.
@@ -270,14 +268,13 @@ class Controller:
     def _next_phase(self, step: int, measure: Measure | None = None) -> None:
         """Adopt the map of the phase that begins before ``step``. Its rise is recorded, and decides nothing."""
         started = time.perf_counter()
-        decision = self._agreed(self._schedule.enter_phase(step))
+        new, rise = self._channel.agree(self._schedule.enter_phase(step)), None
         self._event(step, "phase", **self._schedule.figures(step))
-        new, rise = decision.precision_map, None
-        if measure is not None and new is not None and self._changed(new):
+        if measure is not None and self._changed(new):
             known = in_nats(self._config.policy, self._config.q) and self._config.estimator == "fisher"
             rise = self._compare(step, [Candidate(new, self._config.policy, new.loss if known else None)], measure)
             started = time.perf_counter()
-        self._adopt(step, decision, started, rise.fields(0) if isinstance(rise, Comparison) else {})
+        self._adopt(step, new, started, rise.fields(0) if isinstance(rise, Comparison) else {})
         if self._guard is not None:
             self._guard.adopted(step)
 
@@ -286,10 +283,6 @@ class Controller:
         if self._coordinator is not None and self.state.plan is not None:
             self._coordinator.record_plan(step, self.state.plan)
         self._event(step, "plan", **self._schedule.figures(step))
-
-    def _agreed(self, precision_map: PrecisionMap) -> Decision:
-        """Let all ranks agree on a map that each of them knows."""
-        return self._channel.agree(Decision(precision_map) if self._coordinator is not None else None)
 
     def _decide(self, step: int, pending: Pending, measure: Measure | None) -> None:
         """Adopt a map of the pending update if rank 0 has it. Otherwise postpone the decision by another lag.
@@ -301,21 +294,21 @@ class Controller:
         again = pending.due > pending.step + self._config.lag
         unanswered = again and not self._answered and not self._config.wait
         if unanswered or not self._has_kernels():
-            decision = Decision(ready=False)  # all ranks know this from the step's figures: no broadcast needed
+            candidates = None  # all ranks know this from the step's figures: no broadcast needed
         else:
             coordinator = self._coordinator
-            decision = self._channel.agree(coordinator.decision(step, pending.version) if coordinator else None)
-        if not decision.ready:
+            candidates = self._channel.agree(coordinator.decision(step, pending.version) if coordinator else None)
+        if candidates is None:
             pending.due = step + self._config.lag
             self._event(step, "postpone", version=pending.version, until=pending.due, wait_s=_since(started))
             return
         self.state.pending = None
-        if not decision.candidates:
+        if not candidates:
             self._event(step, "kept", version=pending.version, wait_s=_since(started))
             return
-        candidate, figures = decision.candidates[0], dict[str, Any]()
+        candidate, figures = candidates[0], dict[str, Any]()
         if measure is not None:
-            comparison = self._measured(step, pending, decision.candidates, measure)
+            comparison = self._measured(step, pending, candidates, measure)
             if comparison is None:
                 return
             candidate, figures = comparison.candidates[comparison.best], comparison.fields(comparison.best)
@@ -328,7 +321,7 @@ class Controller:
         if candidate.plan is not None and pending.phases is not None:
             self._take_plan(step, candidate.plan)
             chosen = self._schedule.enter_phase(step)
-        self._adopt(step, Decision(chosen), started, figures)
+        self._adopt(step, chosen, started, figures)
         if self._guard is not None:
             self._guard.adopted(step)
 
@@ -381,12 +374,12 @@ class Controller:
         started = time.perf_counter()
         failed = self._registry.current
         good = self._guard.state.good or PrecisionMap.uniform(self._registry.names, Format.BF16)
-        decision = self._agreed(good)
+        good = self._channel.agree(good)
         self._guard.taken_back(failed)
         self._schedule.drop_plan()
         figures = {"back_to": good.version, "alarm_step": alarm.step, "loss": alarm.loss, "limit": alarm.limit}
         self._record_guard(step, "taken_back", failed.version, alarm.reason, **figures)
-        self._adopt(step, decision, started)
+        self._adopt(step, good, started)
 
     def _record_guard(self, step: int, action: str, version: int, reason: str, **fields: Any) -> None:
         """Record what the guard did with a map. Rank 0 prints it."""
@@ -394,12 +387,14 @@ class Controller:
         self._say(f"step {step}: the guard has {action.replace('_', ' ')} map {version}: {reason}")
 
     def _adopt(
-        self, step: int, decision: Decision, started: float | None = None, measured: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        new: PrecisionMap | None,
+        started: float | None = None,
+        measured: Mapping[str, Any] | None = None,
     ) -> None:
-        """Put a map in force from ``step`` on. ``measured`` are the fields of its measured rise."""
-        new = decision.precision_map
-        if new is None:
-            return
+        """Put the map ``new`` in force from ``step`` on. ``measured`` are the fields of its measured rise."""
+        assert new is not None  # None stands for rank 0's map before ranks have agreed
         started = time.perf_counter() if started is None else started
         if self._kernels is not None and not self._kernels_ready:  # of a replay, of a later phase, or before a begin
             self._kernels.finish()

@@ -15,7 +15,7 @@ from snip_megatron.precision.errors import SnipError, first_line
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.runtime.account import Account, is_quantised
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.exchange import Decision, StepFigures
+from snip_megatron.runtime.exchange import StepFigures
 from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics, replayed_maps
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.runtime.sidecar import SidecarClient
@@ -79,7 +79,7 @@ class RankZeroCoordinator:
         self._finished = finished
         # All maps are read now, because a file that is missing later would end the training.
         self.replay: Mapping[int, PrecisionMap] = {} if config.replay is None else replayed_maps(config.replay)
-        self._decisions: dict[int, Decision] = {}
+        self._decisions: dict[int, tuple[Candidate, ...]] = {}
         self._submitted: dict[int, int] = {}
         self._sidecar: SidecarClient | SolverInProcess | None = None
         self._restarts = 0
@@ -146,8 +146,11 @@ class RankZeroCoordinator:
         """Return whether the outcome of an update is known, without blocking."""
         return version in self._decisions
 
-    def decision(self, step: int, version: int) -> Decision:
-        """Return the decision about an update. Waits for it for at most ``--snip-wait`` seconds."""
+    def decision(self, step: int, version: int) -> tuple[Candidate, ...] | None:
+        """Return the candidates of an update, none if it has failed. None if the solver has not answered.
+
+        Waits for the answer for at most ``--snip-wait`` seconds.
+        """
         self.receive_results(step)
         started, said = time.monotonic(), False
         while version not in self._decisions and (waited := time.monotonic() - started) < self._config.wait:
@@ -156,7 +159,7 @@ class RankZeroCoordinator:
                 print(f"snip: step {step}: waiting for map {version}, at most {self._config.wait:g} s", flush=True)
             time.sleep(_POLL_S)
             self.receive_results(step)
-        return self._decisions.pop(version, Decision(ready=False))
+        return self._decisions.pop(version, None)
 
     def _receive(self, step: int, result: SidecarResult) -> None:
         version = result.version
@@ -165,7 +168,7 @@ class RankZeroCoordinator:
             return
         candidates = tuple(map(self._candidate, result.candidates))
         plan, precision_map = candidates[0].plan, candidates[0].precision_map
-        self._decisions[version] = Decision(candidates=candidates)
+        self._decisions[version] = candidates
         if result.out_of_reach is not None and plan is not None:
             budget, reachable = self._request.budget, plan.target
             fields = {"kind": budget.kind, "wanted": budget.value, "reachable": reachable, "why": result.out_of_reach}
@@ -196,7 +199,7 @@ class RankZeroCoordinator:
             self._run.write_scores(submitted, result.scores, version=version)
 
     def _drop(self, step: int, version: int, reason: str, message: str, seconds: float) -> None:
-        self._decisions[version] = Decision()
+        self._decisions[version] = ()
         self.event(step, "solve_failed", version=version, reason=reason, message=message, latency_s=seconds)
         print(f"snip: update {version}: {message}; the map in force stays", flush=True)
 
@@ -222,20 +225,16 @@ class RankZeroCoordinator:
         return dataclasses.replace(precision_map, fp4_share=share, step_speedup=speedup)
 
     # -- fixed maps --------------------------------------------------------------------------------------------
-    def initial_map(self, step: int) -> Decision:
-        """Return the map from ``step`` on that the configuration fixes, if it fixes one.
+    def initial_map(self, step: int) -> PrecisionMap | None:
+        """Return the map from ``step`` on that the configuration fixes. None if it fixes none.
 
         It is that of ``--snip-map``, that of a fixed policy, or the one that the replayed run had in force.
         """
-        if self._static_map is not None:
-            return Decision(self._static_map)
-        if past := [adopted for adopted in self.replay if adopted <= step]:
-            return Decision(self.replay[max(past)])
-        names, request = [row.name for row in self._linears], self._request
-        fixed = fixed_map(self._config.policy, names, request.pins, request.formats)
-        if self._config.replay is None and fixed is not None:
-            return Decision(fixed)
-        return Decision()
+        if self._static_map is not None or self._config.replay is None:
+            names, request = [row.name for row in self._linears], self._request
+            return self._static_map or fixed_map(self._config.policy, names, request.pins, request.formats)
+        past = [adopted for adopted in self.replay if adopted <= step]
+        return self.replay[max(past)] if past else None
 
     # -- record ------------------------------------------------------------------------------------------------
     def event(self, step: int, kind: str, /, **fields: Any) -> None:

@@ -1,4 +1,4 @@
-"""What ranks exchange: decisions of rank 0, the figures of a step, and votes on the parts of an update.
+"""What ranks exchange: values of rank 0, the figures of a step, and votes on the parts of an update.
 
 The step report is needed because under pipeline parallelism only the last stage has the loss, while rank 0 writes the
 metrics (docs/how-it-works.md, rules of a run: 6).
@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.strict_json import JsonFields
-from snip_megatron.runtime.solving import Candidate
 
 EXIT_MAP_MISMATCH = 18
 """Exit code if ranks received different maps (Megatron's rerun state machine uses 16 and 17)."""
@@ -28,21 +26,6 @@ EXIT_UPDATE_BROKEN = 20
 
 _ATTEMPTS = 3
 _MESSAGE = 500  # characters of an exception's message
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Rank 0's decision at the step at which an update is due.
-
-    Attributes:
-        precision_map: A map that is adopted as it is. None if there is none.
-        ready: Whether the solver has answered. If not, the decision is postponed.
-        candidates: The maps of an update, of which one is adopted. Empty if the update has none.
-    """
-
-    precision_map: PrecisionMap | None = None
-    ready: bool = True
-    candidates: tuple[Candidate, ...] = ()
 
 
 class MapMismatchError(SnipError):
@@ -61,13 +44,12 @@ class MapChannel:
         self._names = list(names)
         self._device = device
 
-    def agree[T](self, value: T | None) -> T:
-        """Broadcast a value of rank 0, and compare hashes of what ranks received.
+    def agree[T](self, value: T) -> T:
+        """Return rank 0's ``value``, after ranks have compared hashes of what they received.
 
-        ``value`` is None on other ranks. Raises MapMismatchError if the hashes differed in each of three attempts.
+        Raises MapMismatchError if the hashes differed in each of three attempts.
         """
         if not dist.is_initialized():  # a single process
-            assert value is not None
             return value
         for _ in range(_ATTEMPTS):
             message = self._broadcast(pickle.dumps(value))
@@ -298,10 +280,11 @@ class Transaction:
 
     Attributes:
         part: The part in progress.
+        sequences: Sequences of a microbatch that the passes take. 0 before it is known.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.part = ""
+        self.part, self.sequences = "", 0
         self._failure: Failure | None = None
         self._votes = torch.zeros(2, dtype=torch.int64, device=device)  # allocated before memory may be short
 

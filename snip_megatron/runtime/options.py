@@ -121,11 +121,13 @@ def add_settings(group: Any) -> None:
     group.add_argument("--snip-settings", action="append", metavar="NAME=VALUE", help=f"{text}; repeatable")
 
 
-def given_options(args: argparse.Namespace, configuration: Any, prefix: str = "snip_") -> dict[str, Any]:
+def given_options(
+    args: argparse.Namespace, configuration: Any, prefix: str = "snip_", only: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Return the fields that the user has set by arguments of :func:`add_options` and :func:`add_settings`.
 
     An argument takes precedence over a setting, and both over the file of ``--snip-config``. The names of these
-    arguments in ``args`` begin with ``prefix``.
+    arguments in ``args`` begin with ``prefix``. ``only`` is that of :func:`add_options`.
     """
     file = getattr(args, "snip_config", None)
     values = {} if file is None else _read_options(Path(file), configuration)
@@ -133,7 +135,7 @@ def given_options(args: argparse.Namespace, configuration: Any, prefix: str = "s
         values |= _settings(text, configuration)
     for f in dataclasses.fields(configuration):
         value = getattr(args, f"{prefix}{f.name}", None)
-        if is_option(f) and value is not None and value is not False:
+        if is_option(f) and (only is None or f.name in only) and value is not None and value is not False:
             words = filter(None, value.split(",")) if f.name in LISTS else value
             values[f.name] = tuple(words) if isinstance(f.default, tuple) else value
     return values

@@ -116,17 +116,15 @@ class ProbeRunner:
             SnipError: On all ranks, if the model or the loop is not one that SNIP measures.
             UpdateBrokenError: On one rank, if it failed where others wait for it.
         """
-        sequences = 0
 
         def work(update: Transaction) -> ProbeResult | Unmeasured:
-            nonlocal sequences
             fitting = self.fit(step, most, update)
             if isinstance(fitting, Unmeasured):
                 return fitting
-            sequences = fitting
-            return self.run(step, clip, sequences, update)
+            update.sequences = fitting
+            return self.run(step, clip, fitting, update)
 
-        return self._transact(step, work, lambda: sequences)
+        return self._transact(step, work)
 
     def measure_maps(
         self, step: HostStep, maps: Sequence[PrecisionMap], most: int | None = None
@@ -141,17 +139,13 @@ class ProbeRunner:
         sequences = enough_sequences(sequences, (self._host.tokens or 0) // step.sequences)
 
         def work(update: Transaction) -> list[Rise] | Unmeasured:
+            update.sequences = sequences
             return measure_rises(maps, self._host, self._registry, step, self._microbatches(step), sequences, update)
 
-        return self._transact(step, work, lambda: sequences)
+        return self._transact(step, work)
 
-    def _transact[T](
-        self, step: HostStep, work: Callable[[Transaction], T | Unmeasured], sequences: Callable[[], int]
-    ) -> T | Unmeasured:
-        """Return the result of ``work`` in a transaction, or why all ranks drop the update. Collective.
-
-        ``sequences`` are those of a microbatch that ``work`` took, 0 if it took none.
-        """
+    def _transact[T](self, step: HostStep, work: Callable[[Transaction], T | Unmeasured]) -> T | Unmeasured:
+        """Return the result of ``work`` in a transaction, or why all ranks drop the update. Collective."""
         update = Transaction(self._host.device)
         try:
             return work(update)
@@ -163,7 +157,7 @@ class ProbeRunner:
             failure = Failure.of(update.part, error)
             if group_size(None) > 1:
                 raise UpdateBrokenError(step.step, failure, error) from error
-        fewer = max(1, sequences() // 2) if failure.out_of_memory and sequences() else None
+        fewer = max(1, update.sequences // 2) if failure.out_of_memory and update.sequences else None
         return Unmeasured(str(failure), failure.fields, fewer)
 
     def fit(self, step: HostStep, most: int | None, update: Transaction) -> int | Unmeasured:

@@ -142,7 +142,7 @@ class SidecarClient:
 
     def _exchange(self, ticket: _Ticket) -> SidecarResult | None:
         """Return the process's answer to a job. None if there is none, and the process has been ended."""
-        process, message = self._process, None
+        process, answer, ended = self._process, None, False
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
@@ -151,18 +151,16 @@ class SidecarClient:
             process.stdin.write(ticket.payload)
             process.stdin.flush()
             answer = pickle.load(process.stdout)
-            if isinstance(answer, SidecarResult):
-                self._backoff = self._first_backoff
-                return answer
-            message = "the solver process sent something that is no answer; it was killed"
-        except (EOFError, OSError):
-            pass
-        except Exception:  # unpickling may raise anything
-            message = "the solver process sent something that is no answer; it was killed"
+        except Exception as error:  # unpickling may raise anything
+            ended = isinstance(error, EOFError | OSError)
         finally:
             self._running = None
+        if isinstance(answer, SidecarResult):
+            self._backoff = self._first_backoff
+            return answer
         self._end_process()
-        self.last_error = message or self.last_error
+        if not ended:
+            self.last_error = "the solver process sent something that is no answer; it was killed"
         return None
 
     def _failure(self, ticket: _Ticket) -> SidecarResult:
@@ -182,11 +180,7 @@ class SidecarClient:
             assert stream is not None
             with contextlib.suppress(OSError):
                 stream.close()
-        try:
-            code = process.wait(timeout=_REAP_S)
-        except subprocess.TimeoutExpired:
-            self.last_error = "the solver process hangs in the kernel"
-            return
+        code = process.wait()
         if code >= 0:
             self.last_error = f"the solver process ended with exit code {code}"
             return

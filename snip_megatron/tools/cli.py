@@ -4,7 +4,6 @@
 """
 
 import argparse
-import errno
 import importlib
 import io
 import math
@@ -21,20 +20,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "solve": ("snip_megatron.tools.solve", "choose formats for another budget, from a run or a problem file"),
     "prepare-data": (
         "snip_megatron.megatron.prepare_data",
-        "turn local text into Megatron's .bin/.idx and a tokenizer",
+        "turn text into Megatron's .bin/.idx and a tokenizer",
     ),
-    "plan": (
-        "snip_megatron.tools.plan",
-        "predict memory, time and speedup of a configuration before it is launched",
-    ),
+    "plan": ("snip_megatron.tools.plan", "predict memory, time and speedup of a configuration before it is launched"),
     "trial": ("snip_megatron.tools.trial", "train a job for 60 steps in bf16, in Megatron's FP8 and under --snip"),
     "launch": ("snip_megatron.tools.launch", "train a known configuration with torchrun, on one node or several"),
     "calibrate": ("snip_megatron.tools.calibrate", "measure how long GEMMs take on this GPU, for time budgets"),
     "report": ("snip_megatron.tools.report", "write the HTML report of a run directory"),
     "export": ("snip_megatron.tools.export", "write a map in the format of another tool"),
 }
-REMOVED = {"compare": "benchmarks.quality.compare", "validate-proxy": "benchmarks.quality.validate_proxy"}
-"""Commands of earlier releases, and the module of the repository that replaces each."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,8 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     subparsers = {n: commands.add_parser(n, help=text, description=text) for n, (_, text) in COMMANDS.items()}
     try:
-        if arguments[:1] and arguments[0] in REMOVED:
-            raise SnipError(f"was removed; use python -m {REMOVED[arguments[0]]} in a clone of the repository")
         if arguments[:1] and arguments[0] in COMMANDS:
             importlib.import_module(COMMANDS[arguments[0]][0]).add_arguments(subparsers[arguments[0]])
         args, unknown = top.parse_known_args(arguments)
@@ -73,14 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of standard output has exited
-        _drop_output()
+        # The interpreter would otherwise fail to write the rest at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        _drop_output()
-        print(f"snip {arguments[0]}: output cannot be written: {error.strerror}", file=sys.stderr)
-        return 1
 
 
 def positive(description: str, below: float = math.inf, above: float = 0.0) -> Callable[[str], float]:
@@ -96,11 +83,6 @@ def positive(description: str, below: float = math.inf, above: float = 0.0) -> C
         return value
 
     return parse
-
-
-def _drop_output() -> None:
-    """Send the rest of standard output to the null device. The interpreter would otherwise fail to write it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

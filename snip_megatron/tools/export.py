@@ -292,4 +292,4 @@ def _stage_yaml(formats: Mapping[LinearId, Format], stage: int, layers: range, s
         f"# Pipeline stage {stage} of {stages}: decoder layers {span}, counted from 0 within the stage.\n"
         "# For --te-precision-config-file of that stage's ranks, with --transformer-impl transformer_engine.\n"
     )
-    return head + yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
+    return head + str(yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False))

@@ -92,8 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_folder("--json", args.json)
     model = load_cost_model(args.timings)
-    options = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _TRAINING_OPTIONS}
-    options = given_arguments(args.megatron or ()) | options
+    options = given_arguments(args.megatron or ()) | given_options(args, SnipConfig, "", _TRAINING_OPTIONS)
     training = Training(_named_layout(args)) if args.megatron is None else _check_training(args)
     assert isinstance(training.layout, Layout)
     config = parse_config(options, model, ends=training.train_iters is not None, recipe=training.recipe)

@@ -107,7 +107,7 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, StoredUpdate | None]:
 
 def _changes(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of the run's request that the arguments replace."""
-    changes = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _REPLACEABLE}
+    changes = given_options(args, SnipConfig, "", _REPLACEABLE)
     if "pin" in changes:
         changes["pins"] = parse_pins(changes.pop("pin"))
     if "stage_tolerance" in changes:

@@ -13,7 +13,7 @@ from dense_names import dense_names
 
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.runtime.exchange import Decision, MapChannel, MapMismatchError, StepFigures, StepReport
+from snip_megatron.runtime.exchange import MapChannel, MapMismatchError, StepFigures, StepReport
 from snip_megatron.runtime.solving import Candidate
 
 NAMES = dense_names(3)
@@ -37,15 +37,6 @@ def a_map() -> PrecisionMap:
     )
 
 
-def described(decision: Decision) -> dict[str, Any]:
-    new = decision.precision_map
-    return {
-        "ready": decision.ready,
-        "map": None if new is None else json.loads(new.to_json()),
-        "digest": None if new is None else new.digest(NAMES),
-    }
-
-
 class FaultyChannel(MapChannel):
     """Flips a bit of what this rank receives in its first ``faults`` broadcasts: fault injection."""
 
@@ -67,26 +58,30 @@ def only_on_zero(value: Any) -> Any:
 
 
 def agree() -> dict[str, Any]:
-    """A map, then nothing ready, then a dropped update; the codes arrive wherever they are wanted."""
+    """A map, then no candidates, then a late answer; the codes arrive wherever they are wanted."""
     channel = MapChannel(NAMES, CPU)
-    decisions = [Decision(a_map()), Decision(ready=False), Decision()]
-    return {"decisions": [described(channel.agree(only_on_zero(decision))) for decision in decisions]}
+    received = channel.agree(only_on_zero(a_map()))
+    return {
+        "map": json.loads(received.to_json()),
+        "digest": received.digest(NAMES),
+        "others": [channel.agree(only_on_zero(value)) for value in ([], None)],
+    }
 
 
 def corrupted(rank: int, faults: int) -> dict[str, Any]:
     channel = FaultyChannel(faults if dist.get_rank() == rank else 0)
     try:
-        decision = described(channel.agree(only_on_zero(Decision(a_map()))))
+        digest = channel.agree(only_on_zero(a_map())).digest(NAMES)
     except MapMismatchError as error:
         return {"error": str(error), "exit_code": error.exit_code, "broadcasts": channel.broadcasts}
-    return {"decision": decision, "broadcasts": channel.broadcasts}
+    return {"digest": digest, "broadcasts": channel.broadcasts}
 
 
 def other_model() -> dict[str, Any]:
     """A rank that built another model agrees about nothing."""
     names = dense_names(3) if dist.get_rank() != 2 else [*NAMES[1:], NAMES[0]]
     try:
-        MapChannel(names, CPU).agree(only_on_zero(Decision(ready=False)))
+        MapChannel(names, CPU).agree(only_on_zero(None))
     except MapMismatchError as error:
         return {"error": str(error)}
     return {}
@@ -100,8 +95,7 @@ def a_plan() -> PrecisionPlan:
 def plan(rank: int = 0, faults: int = 0) -> dict[str, Any]:
     channel = FaultyChannel(faults if dist.get_rank() == rank else 0)
     try:
-        sent = Decision(candidates=(Candidate(a_map(), "snip", 0.5, plan=a_plan()),))
-        (candidate,) = channel.agree(only_on_zero(sent)).candidates
+        (candidate,) = channel.agree(only_on_zero((Candidate(a_map(), "snip", 0.5, plan=a_plan()),)))
         return {"plan": candidate.plan and candidate.plan.as_dict(), "broadcasts": channel.broadcasts}
     except MapMismatchError as error:
         return {"error": str(error), "exit_code": error.exit_code}

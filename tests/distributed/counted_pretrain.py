@@ -127,7 +127,7 @@ def main() -> int:
         return losses(step)
 
     def agreed(channel: MapChannel, value: Any) -> Any:
-        if getattr(value, "candidates", ()):  # on rank 0
+        if value and isinstance(value, tuple):  # the candidates, on rank 0
             body["decision"] = len(pickle.dumps(value))
         return agree(channel, value)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snip_command import ROOT, SNIP, snip, snip_alone
+from snip_command import ROOT, SNIP, snip_alone
 
 NANO = ROOT / "benchmarks/quality/experiments" / "nano.json"
 COMPARE, VALIDATE = ((sys.executable, "-m", f"benchmarks.quality.{name}") for name in ("compare", "validate_proxy"))
@@ -26,13 +26,6 @@ def refused(*arguments: object) -> str:
     done = alone(*arguments)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     return done.stderr.strip()
-
-
-@pytest.mark.parametrize(("name", "module"), [("compare", "compare"), ("validate-proxy", "validate_proxy")])
-def test_the_commands_of_earlier_releases_name_what_replaces_them(name: str, module: str) -> None:
-    done = snip(name, NANO, "--report")
-    expected = f"snip {name}: was removed; use python -m benchmarks.quality.{module} in a clone of the repository\n"
-    assert (done.returncode, done.stderr) == (2, expected)
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
-"""Commands whose standard output is closed, full, or of another encoding than UTF-8."""
+"""Commands whose standard output is closed, or of another encoding than UTF-8."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ("plan", "--model", "1b")
@@ -26,14 +24,6 @@ def test_a_reader_that_has_exited_ends_a_command_silently() -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_disk_is_one_line(unbuffered: str) -> None:
-    with Path("/dev/full").open("wb") as full:
-        done = snip(*PLAN, stdout=full.fileno(), PYTHONUNBUFFERED=unbuffered)
-    assert (done.returncode, done.stderr) == (1, b"snip plan: output cannot be written: No space left on device\n")
 
 
 def test_what_an_encoding_lacks_is_replaced() -> None:

@@ -17,7 +17,7 @@ from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller, Measure
-from snip_megatron.runtime.exchange import Decision, MapChannel, StepFigures, StepReport
+from snip_megatron.runtime.exchange import MapChannel, StepFigures, StepReport
 from snip_megatron.runtime.host import ProbeResult
 from snip_megatron.runtime.solving import Candidate
 from snip_megatron.runtime.state import ControllerState, Timeline
@@ -29,6 +29,8 @@ NAMES = dense_names(1)
 CPU = torch.device("cpu")
 LINEAR = LinearId("decoder", 0, "mlp.linear_fc1")
 FLOPS = dict.fromkeys(NAMES, 2.0)
+Answer = tuple[Candidate, ...] | None
+LATE: Answer = None
 
 
 def table(step: int) -> StatisticsTable:
@@ -46,8 +48,7 @@ def measured(table: StatisticsTable) -> ProbeResult:
 class Script:
     """Rank 0's side: version -> the answers at its decisions, in turn."""
 
-    answers: dict[int, list[Decision]] = field(default_factory=dict)
-    first: Decision = field(default_factory=Decision)
+    answers: dict[int, list[Answer]] = field(default_factory=dict)
     schedule: dict[int, PrecisionMap] = field(default_factory=dict)
     events: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
     submitted: list[tuple[int, int]] = field(default_factory=list)
@@ -66,12 +67,12 @@ class Script:
     def answered(self, version: int) -> bool:
         return True
 
-    def decision(self, step: int, version: int) -> Decision:
+    def decision(self, step: int, version: int) -> Answer:
         return self.answers[version].pop(0)
 
-    def initial_map(self, step: int) -> Decision:
+    def initial_map(self, step: int) -> PrecisionMap | None:
         past = [adopted for adopted in self.schedule if adopted <= step]
-        return Decision(self.schedule[max(past)]) if past else self.first
+        return self.schedule[max(past)] if past else None
 
     @property
     def replay(self) -> dict[int, PrecisionMap]:
@@ -96,15 +97,15 @@ def a_map(fmt: Format, version: int = 0) -> PrecisionMap:
     return PrecisionMap.uniform(NAMES, fmt, version=version, status="optimal")
 
 
-def ready(version: int, fmt: Format = Format.FP4) -> Decision:
-    return Decision(candidates=(Candidate(a_map(fmt, version), "snip", 0.0),))
+def ready(version: int, fmt: Format = Format.FP4) -> Answer:
+    return (Candidate(a_map(fmt, version), "snip", 0.0),)
 
 
-def planned(version: int, last: int, **begins: Format) -> Decision:
+def planned(version: int, last: int, **begins: Format) -> Answer:
     """A plan whose phase in ``fmt`` begins at step N, given as ``at_N=fmt``."""
     phases = tuple(PlanPhase(int(name[3:]), a_map(fmt, version)) for name, fmt in begins.items())
     plan = PrecisionPlan(phases, last, version=version, status="optimal", target=0.5, achieved=0.5)
-    return Decision(candidates=(Candidate(phases[0].precision_map, "snip", 0.0, plan=plan),))
+    return (Candidate(phases[0].precision_map, "snip", 0.0, plan=plan),)
 
 
 class SlowKernels:
@@ -125,9 +126,6 @@ class SlowKernels:
         return {"kernels": 3}
 
     def close(self) -> None: ...
-
-
-LATE = Decision(ready=False)
 
 
 class Run:

@@ -52,13 +52,6 @@ def test_snips_arguments_are_parsed_among_megatrons() -> None:
         parse_snip_arguments(["--snip", "--snip-lag", "soon"])
 
 
-def test_an_argument_that_was_removed_says_so() -> None:
-    words = "--snip-communication was removed: leave it out .CHANGELOG.md"
-    for argv in (["--snip-communication", "gather"], ["--snip-communication=all"]):
-        with pytest.raises(SnipError, match=words):
-            parse_snip_arguments(["--snip", *argv])
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

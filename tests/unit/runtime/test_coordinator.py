@@ -31,7 +31,7 @@ def test_a_replay_does_not_need_the_recorded_run_while_it_trains(tmp_path: Path)
     shutil.rmtree(tmp_path / "recorded")
     assert coordinator.replay == {4: recorded}
     # The map in force where the replay begins.
-    assert [coordinator.initial_map(step).precision_map for step in (3, 4, 9)] == [None, recorded, recorded]
+    assert [coordinator.initial_map(step) for step in (3, 4, 9)] == [None, recorded, recorded]
 
 
 def test_a_restart_is_recorded_and_printed_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,9 +61,9 @@ def test_an_update_of_another_layout_is_solved_for_the_stages_of_this_one() -> N
     request = SolveRequest(budget=Budget("fp4", 0.5), stage_tolerance=0.0, granularity="gemm", policy="random")
     coordinator = RankZeroCoordinator(SnipConfig(enabled=True, wait=120.0), request, halves, None, None)
     coordinator.submit(8, measured, version=2)
-    decision = coordinator.decision(12, version=2)
+    candidates = coordinator.decision(12, version=2)
     coordinator.close()
-    assert dict(decision.candidates[0].precision_map.achieved_per_stage) == {"0": 0.5, "1": 0.5}
+    assert dict(candidates[0].precision_map.achieved_per_stage) == {"0": 0.5, "1": 0.5}
 
 
 def test_a_solve_that_failed_is_printed_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +90,7 @@ def test_a_map_is_predicted_by_the_steps_of_the_map_in_force() -> None:
         coordinator.record_step_time(step, 0.1)
     for begin, expected in ((20, None), (60, 0.1 / 0.04)):  # without the waits of the host, which are no GEMM's
         coordinator.submit(begin, table(8), version=begin)
-        chosen = coordinator.decision(begin + 2, version=begin).candidates[0].precision_map
+        chosen = coordinator.decision(begin + 2, version=begin)[0].precision_map
         if expected is not None:
             assert chosen.step_speedup == pytest.approx(expected)
         coordinator.record_adoption(begin + 2, chosen)

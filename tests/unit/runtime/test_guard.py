@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_controller import Run, Script, ready
+from scripted_controller import Answer, Run, Script, ready
 
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.exchange import Decision, StepFigures
+from snip_megatron.runtime.exchange import StepFigures
 from snip_megatron.runtime.guard import Alarm, Guard, predicted_loss
 from snip_megatron.runtime.state import ControllerState
 
@@ -137,12 +137,13 @@ def guarded(script: Script, restored: ControllerState | None = None) -> Run:
     return Run(script, restored, first_update=18, update_interval=6, guard_steps=5)
 
 
-def objective(decision: Decision, value: float) -> Decision:
-    (candidate,) = decision.candidates
-    return Decision(candidates=(replace(candidate, precision_map=replace(candidate.precision_map, objective=value)),))
+def objective(answer: Answer, value: float) -> Answer:
+    assert answer is not None
+    (candidate,) = answer
+    return (replace(candidate, precision_map=replace(candidate.precision_map, objective=value)),)
 
 
-def spiky_answers() -> dict[int, list[Decision]]:
+def spiky_answers() -> dict[int, list[Answer]]:
     """The first map spikes; the second promises no less loss, the third does."""
     losses = {1: 1.0, 2: 0.95, 3: 0.5}
     return {version: [objective(ready(version), value)] for version, value in losses.items()}

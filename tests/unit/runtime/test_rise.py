@@ -10,7 +10,6 @@ from scripted_controller import LATE, Run, Script, a_map
 from sidecar_jobs import make_job
 
 from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
-from snip_megatron.runtime.exchange import Decision
 from snip_megatron.runtime.host import Unmeasured
 from snip_megatron.runtime.rise import Comparison, Rise, enough_sequences
 from snip_megatron.runtime.solving import Candidate, solve_job
@@ -29,10 +28,6 @@ def candidate(
 
 def rise(mean: float, error: float = 1e-4) -> Rise:
     return Rise(mean, error, 1000)
-
-
-def decided(*candidates: Candidate) -> Decision:
-    return Decision(candidates=candidates)
 
 
 class Measured:
@@ -84,7 +79,7 @@ def test_the_bound_of_a_plan_holds_for_what_is_left_at_its_end() -> None:
 # -- decisions ---------------------------------------------------------------------------------------------------
 def test_the_better_map_as_measured_is_adopted() -> None:
     """It is ``backward-first`` here, and the event of its adoption says what was measured."""
-    both = decided(candidate(Format.FP8, 1e-3), candidate(Format.FP4, 2e-3, policy="backward-first"))
+    both = (candidate(Format.FP8, 1e-3), candidate(Format.FP4, 2e-3, policy="backward-first"))
     run, measured = Run(Script({1: [LATE, both]})), Measured(fp8=3e-3, fp4=1e-3)
     run.steps(0, 8, measure=measured)
     assert measured.asked == [["fp8", "fp4"]]
@@ -101,14 +96,14 @@ def test_a_map_above_the_bound_is_solved_again_across_a_resume(
     second: float, adopted: Format, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The better of both is adopted, and later updates are predicted with the correction."""
-    script = Script({1: [decided(candidate(Format.FP4, 1e-3))]})
+    script = Script({1: [(candidate(Format.FP4, 1e-3),)]})
     run = Run(script, **BOUNDED)
     run.steps(0, 5, measure=Measured(fp4=8e-3))
     assert (script.of("adopt"), script.of("rejected")) == ([], [4])
     said = "snip: step 4: no map of update 1 keeps the loss within 0.002; solving again with predictions x 8\n"
     assert said in capsys.readouterr().out
     restored = ControllerState.from_bytes(run.controller.state_to_save())
-    again = Script({2: [decided(candidate(Format.FP8, 1.9e-3, version=2))], 3: [LATE]})
+    again = Script({2: [(candidate(Format.FP8, 1.9e-3, version=2),)], 3: [LATE]})
     resumed, measured = Run(again, restored, **BOUNDED), Measured(fp4=8e-3, fp8=second)
     resumed.steps(5, 9, measure=measured)
     assert measured.asked == [["fp8", "fp4"]]
@@ -120,13 +115,13 @@ def test_a_map_above_the_bound_is_solved_again_across_a_resume(
 
 
 def test_a_map_within_the_bound_is_adopted_whatever_was_predicted() -> None:
-    run = Run(Script({1: [decided(candidate(Format.FP4, 1e-5))]}), **BOUNDED)
+    run = Run(Script({1: [(candidate(Format.FP4, 1e-5),)]}), **BOUNDED)
     run.steps(0, 5, measure=Measured(fp4=2.1e-3))  # within two errors
     assert run.script.of("adopt") == [4]
 
 
 def test_a_failure_of_its_forwards_drops_the_update() -> None:
-    run = Run(Script({1: [decided(candidate(Format.FP4, 1e-3))]}))
+    run = Run(Script({1: [(candidate(Format.FP4, 1e-3),)]}))
     run.steps(0, 5, measure=Measured(fp4=Unmeasured("rank 1 on there, rise: RuntimeError: none", {"part": "rise"})))
     assert (run.script.of("dropped"), run.script.of("adopt")) == ([4], [])
     assert run.controller.state.postponed == 6
