@@ -230,11 +230,8 @@ class Update:
 
     Attributes:
         step: Step of the submission.
-        collect_s: Seconds of the reduction of the statistics.
-        probes_s: Seconds of the probes by kind.
-        solve_s: Seconds of the solver.
+        probes_s: Seconds of the probes.
         latency_s: Seconds from the submission to the answer.
-        lag_s: Seconds from the submission to the adoption.
         wait_s: Cost of the update in seconds: the sum of ``wait_s`` of its events of the kinds :data:`COSTS`.
         status: What the solver said, or why there was no answer.
         achieved: The fp4 share of FLOPs that the solver reached.
@@ -243,22 +240,17 @@ class Update:
     """
 
     step: int
-    version: int | None = None
-    collect_s: float | None = None
-    probes_s: Mapping[str, float] = field(default_factory=dict)
-    solve_s: float | None = None
-    latency_s: float | None = None
-    lag_s: float | None = None
-    wait_s: float | None = None
-    status: str = ""
-    objective: float | None = None
-    bound: float | None = None
-    achieved: float | None = None
-    speedup: float | None = None
-    loss: float | None = None
-    adopted_step: int | None = None
-    changed: float | None = None
-    postponed: int = 0
+    version: int | None
+    probes_s: float | None
+    latency_s: float | None
+    wait_s: float | None
+    status: str
+    achieved: float | None
+    speedup: float | None
+    loss: float | None
+    adopted_step: int | None
+    changed: float | None
+    postponed: int
 
     @property
     def name(self) -> str:
@@ -434,36 +426,28 @@ def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
 
 
 def _update(events: Sequence[Mapping[str, Any]]) -> Update:
-    def last(kind: str, name: str) -> Any:
-        return next((event.get(name) for event in reversed(events) if event["event"] == kind), None)
-
-    def total(name: str, kinds: Collection[str], **fields: str) -> float | None:
-        chosen = [event for event in events if event["event"] in kinds and fields.items() <= event.items()]
-        known = [value for event in chosen if (value := number(event.get(name))) is not None]
-        return math.fsum(known) if known else None
-
-    kinds = dict.fromkeys(str(event.get("kind", "probe")) for event in events if event["event"] == "probe")
-    probes = {kind: total("seconds", ("probe",), kind=kind) for kind in kinds}
+    last = {event["event"]: event for event in events}
+    solved, submit = last.get("solved", {}), last.get("submit", {"step": events[0]["step"]})
     # Later phases of a plan are adopted too.
     adopted: Mapping[str, Any] = next((event for event in events if event["event"] == "adopt"), {})
-    begin, end = number(last("submit", "time")), number(adopted.get("time"))
-    solved = {name: number(last("solved", name)) for name in ("objective", "bound", "speedup", "loss")}
-    share = "achieved" if last("solved", "budget") is None else "fp4_share"
+
+    def total(name: str, kinds: Collection[str]) -> float | None:
+        known = [value for e in events if e["event"] in kinds and (value := number(e.get(name))) is not None]
+        return math.fsum(known) if known else None
+
     return Update(
-        step=next((event["step"] for event in events if event["event"] == "submit"), events[0]["step"]),
-        version=next((version_of(event) for event in events if event["event"] == "submit"), None),
-        collect_s=total("seconds", ("collect",)),
-        probes_s={kind: seconds for kind, seconds in probes.items() if seconds is not None},
-        solve_s=number(last("solved", "solve_seconds")),
-        latency_s=number(last("solved", "latency_s")),
-        lag_s=None if begin is None or end is None else max(0.0, end - begin),
+        step=submit["step"],
+        version=version_of(submit),
+        probes_s=total("seconds", ("probe",)),
+        latency_s=number(solved.get("latency_s")),
         wait_s=total("wait_s", COSTS),
         status=_status(events),
-        achieved=number(last("solved", share)),
+        achieved=number(solved.get("achieved" if solved.get("budget") is None else "fp4_share")),
+        speedup=number(solved.get("speedup")),
+        loss=number(solved.get("loss")),
         adopted_step=adopted.get("step"),
         changed=number(adopted.get("changed")),
         postponed=sum(event["event"] == "postpone" for event in events),
-        **solved,
     )
 
 

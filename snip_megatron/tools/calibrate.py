@@ -9,14 +9,10 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError, cut, plain_arguments
 from snip_megatron.runtime.storage import check_folder, deliver
-
-if TYPE_CHECKING:
-    from snip_megatron.timing.measure import Measurer
 
 _FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
 
@@ -41,34 +37,33 @@ def run(args: argparse.Namespace) -> int:
     check_folder("--out", args.out)
     import torch
 
+    from snip_megatron.numerics.products.selection import resolve_gemm, select_backend
+    from snip_megatron.numerics.products.transformer_engine import transformer_engine_gemms
     from snip_megatron.timing.calibration import calibrate, compile_kernels, grid_workload
+    from snip_megatron.timing.measure import Measurer, clock_for
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     workload = grid_workload(device.type)
-    measurer = _measurer(device, args.gemm, formats)
+    with plain_arguments():
+        gemm = resolve_gemm(args.gemm, formats, te_linears=True)
+        backend = select_backend(gemm, formats, checks=False).backend  # host launches are not timed
+        if gemm == "transformer_engine":
+            backend = transformer_engine_gemms()
+        backend.check(device, formats)
+    measurer = Measurer(backend, clock_for(device), formats)
     compilation = compile_kernels(measurer, workload)
     remaining = args.time - (time.monotonic() - start)
-    table = calibrate(measurer, workload, _origin(), remaining, compilation)
+    origin = {
+        "date": datetime.date.today().isoformat(),
+        "commit": os.environ.get("SNIP_COMMIT") or "unknown",
+        "command": shlex.join(["snip", "calibrate", *sys.argv[2:]]),
+    }
+    table = calibrate(measurer, workload, origin, remaining, compilation)
     deliver("--out", args.out, table.to_json())
     line = f"snip calibrate: {table.device}, {table.backend}, {len(table.gemms)} shapes in"
     print(f"{line} {time.monotonic() - start:.0f} s", *table.about["notes"], sep="\nsnip calibrate: ", file=sys.stderr)
     return 0
-
-
-def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:
-    from snip_megatron.numerics.products.selection import resolve_gemm, select_backend
-    from snip_megatron.numerics.products.transformer_engine import transformer_engine_gemms
-    from snip_megatron.timing.measure import Measurer, clock_for
-
-    # The check of host launches is skipped, because they are not timed.
-    with plain_arguments():
-        gemm = resolve_gemm(gemm, formats, te_linears=True)
-        backend = select_backend(gemm, formats, checks=False).backend
-        if gemm == "transformer_engine":
-            backend = transformer_engine_gemms()
-        backend.check(device, formats)
-    return Measurer(backend, clock_for(device), formats)
 
 
 def _parse_formats(text: str) -> tuple[Format, ...]:
@@ -78,12 +73,3 @@ def _parse_formats(text: str) -> tuple[Format, ...]:
         known = ", ".join(fmt.value for fmt in Format if fmt is not Format.BF16)
         raise SnipError(f"--formats {cut(text)}: give distinct names among {known}")
     return tuple(Format(name) for name in names)
-
-
-def _origin() -> dict[str, Any]:
-    """Return date, commit and command, which the table records."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": os.environ.get("SNIP_COMMIT") or "unknown",
-        "command": shlex.join(["snip", "calibrate", *sys.argv[2:]]),
-    }

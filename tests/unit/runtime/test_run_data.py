@@ -35,13 +35,10 @@ def test_updates_carry_their_times(whole_run):
         (i + 1, 10 + 20 * i, 15 + 20 * i) for i in range(5)
     ]
     for update in updates:
-        assert update.collect_s == 0.12
-        assert list(update.probes_s) == ["statistics", "forward_noise"]
+        assert update.probes_s == pytest.approx(0.9 + 0.7)
         assert update.latency_s == 0.8
-        assert 0.3 <= update.solve_s <= 0.4
         assert update.wait_s == pytest.approx(0.9 + 0.7 + 0.12 + 0.002 + 0.0 + 0.004)
         assert update.status == "optimal"
-        assert update.lag_s >= 0.0
     assert updates[0].changed == len(synthetic_run.LINEARS) * 3
 
 
@@ -100,7 +97,7 @@ def test_outcomes_that_are_no_adoption(tmp_path):
         run.event(9, "dropped", reason="not finite")
     failed, dropped = load_run(tmp_path).updates
     assert (failed.status, failed.postponed, failed.adopted_step) == ("failed: infeasible", 2, None)
-    assert (dropped.status, dropped.version, dropped.probes_s) == ("dropped: not finite", None, {"statistics": 0.2})
+    assert (dropped.status, dropped.version, dropped.probes_s) == ("dropped: not finite", None, 0.2)
     assert [e["event"] for e in load_run(tmp_path).faults] == ["solve_failed", "dropped"]  # a late answer is none
 
 
