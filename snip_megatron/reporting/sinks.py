@@ -15,10 +15,8 @@ Both loggers group panels by what stands before the first ``/`` of a name: ``sni
 import contextlib
 import math
 import sys
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from snip_megatron.precision import Formats, Gemm, LinearId, PrecisionMap
@@ -32,13 +30,10 @@ MAX_FAILURES = 3
 """Number of failures in a row after which a logger is not used again. Each may cost the training thread a time-out."""
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of texts with a name in the loggers."""
+Write = Callable[[int, Mapping[str, float], Sequence[Sequence[str]]], None]
+"""Writes figures of an iteration, and the map as a table of texts, whose first row has the names of its columns."""
 
-    name: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+_TABLE = "snip-map/by_layer"
 
 
 class Sinks:
@@ -50,11 +45,17 @@ class Sinks:
     """
 
     def __init__(self, *, wandb: Any = None, tensorboard: Any = None) -> None:
-        self.loggers: tuple[Logger, ...] = (Wandb(wandb), TensorBoard(tensorboard))
+        self._wandb, self._tensorboard = wandb, tensorboard
+        writes: dict[str, tuple[Any, Write]] = {
+            "wandb": (wandb, self._write_to_wandb), "TensorBoard": (tensorboard, self._write_to_tensorboard)
+        }  # fmt: skip
+        self._writes = {name: write for name, (writer, write) in writes.items() if writer is not None}
+        self._failures: Counter[str] = Counter()  # in a row
+        self._reported: set[str] = set()
+        self._iteration = 0  # of wandb
 
     def begin_step(self, step: int) -> None:
-        for logger in self.loggers:
-            logger.iteration = max(logger.iteration, int(step))
+        self._iteration = max(self._iteration, step)
 
     def metric(self, step: int, /, **figures: float | None) -> None:
         """Write the figures of training step ``step`` as ``snip/<name>``. None, NaN and Inf are left out."""
@@ -74,7 +75,7 @@ class Sinks:
 
     def statistics(self, step: int, table: StatisticsTable, config: SnipConfig) -> None:
         """Write ΔL and ΔW of each linear, over its GEMMs in the costliest candidate format, before step ``step``."""
-        if not any(logger.writer for logger in self.loggers):
+        if not self._writes:
             return
         names = [panel(row.id) for row in table.linears]
         with contextlib.suppress(Exception):  # the solver meets the same error, and says so
@@ -96,74 +97,45 @@ class Sinks:
         figures = {"gemms": dict(counts), "solve_seconds": precision_map.solve_seconds}
         self._send(step, scalars("snip-map", figures) | scalars("snip-bits", bits), by_layer(formats))
 
-    def _send(self, iteration: int, figures: Mapping[str, float], table: Table | None = None) -> None:
-        for logger in self.loggers:
-            logger.send(iteration, figures, table)
+    def _send(self, iteration: int, figures: Mapping[str, float], table: Sequence[Sequence[str]] = ()) -> None:
+        for name, write in self._writes.items():
+            if self._failures[name] == MAX_FAILURES:
+                continue
+            # A logger may raise any error of its service, network or file system. None may reach the training loop.
+            try:
+                write(iteration, figures, table)
+                self._failures[name] = 0
+            except Exception as error:
+                self._failures[name] += 1
+                if name not in self._reported:
+                    self._reported.add(name)
+                    with contextlib.suppress(OSError, ValueError):  # standard error is closed
+                        line = f"snip: {name}: {error}; training goes on without these figures"
+                        print(line, file=sys.stderr, flush=True)
 
-
-class Logger(ABC):
-    """A logger with the ``writer`` of Megatron. If ``writer`` is None, nothing is written."""
-
-    name = ""
-
-    def __init__(self, writer: Any) -> None:
-        self.writer = writer
-        self.iteration = 0
-        self._failures = 0
-        self._reported = False
-
-    def send(self, iteration: int, figures: Mapping[str, float], table: Table | None) -> None:
-        """Write figures, and a table if there is one. Never raises. The first failure is printed."""
-        if self.writer is None or self._failures == MAX_FAILURES:
-            return
-        # A logger may raise any error of its service, network or file system. None may reach the training loop.
-        try:
-            self._write(iteration, figures, table)
-            self._failures = 0
-        except Exception as error:
-            self._failures += 1
-            if not self._reported:
-                self._reported = True
-                line = f"snip: {self.name}: {error}; training goes on without these figures"
-                with contextlib.suppress(OSError, ValueError):  # standard error is closed
-                    print(line, file=sys.stderr, flush=True)
-
-    @abstractmethod
-    def _write(self, iteration: int, figures: Mapping[str, float], table: Table | None) -> None:
-        """Write. May raise."""
-
-
-class TensorBoard(Logger):
-    """A ``SummaryWriter``, which accepts figures in any order of iterations."""
-
-    name = "TensorBoard"
-
-    def _write(self, iteration: int, figures: Mapping[str, float], table: Table | None) -> None:
-        if table is not None:
-            lines = [table.columns, ["---"] * len(table.columns), *table.rows]
-            self.writer.add_text(table.name, "\n".join(f"| {' | '.join(line)} |" for line in lines), iteration)
+    def _write_to_tensorboard(
+        self, iteration: int, figures: Mapping[str, float], table: Sequence[Sequence[str]]
+    ) -> None:
+        if table:
+            lines = [table[0], ["---"] * len(table[0]), *table[1:]]
+            self._tensorboard.add_text(_TABLE, "\n".join(f"| {' | '.join(line)} |" for line in lines), iteration)
         for name, value in figures.items():
-            self.writer.add_scalar(name, value, iteration)
+            self._tensorboard.add_scalar(name, value, iteration)
 
+    def _write_to_wandb(self, iteration: int, figures: Mapping[str, float], table: Sequence[Sequence[str]]) -> None:
+        """Write a row with Megatron's iteration as wandb's step, so that the panels line up with ``lm loss``.
 
-class Wandb(Logger):
-    """A wandb run. Its rows have Megatron's iteration as wandb's step, so that the panels line up with ``lm loss``.
-
-    wandb drops rows below its current step, and reading that step may take up to 30 s. ``iteration`` therefore follows
-    it: at the start of ``train_step(N)`` Megatron has logged up to iteration N. Late figures join that row.
-    """
-
-    name = "wandb"
-
-    def _write(self, iteration: int, figures: Mapping[str, float], table: Table | None) -> None:
-        self.iteration = max(self.iteration, iteration)
+        wandb drops rows below its current step, and reading that step may take up to 30 s. ``_iteration`` therefore
+        follows it: at the start of ``train_step(N)`` Megatron has logged up to iteration N. Late figures join that row.
+        """
+        self._iteration = max(self._iteration, iteration)
         values: dict[str, Any] = dict(figures)
-        if table is not None:
+        if table:
             import wandb  # an optional package, installed if there is a writer
 
-            values[table.name] = wandb.Table(columns=list(table.columns), data=list(table.rows))
+            values[_TABLE] = wandb.Table(columns=list(table[0]), data=[list(row) for row in table[1:]])
         if values:
-            self.writer.log(values, step=self.iteration)
+            self._wandb.log(values, step=self._iteration)
 
 
 def panel(linear: LinearId) -> str:
@@ -172,8 +144,8 @@ def panel(linear: LinearId) -> str:
     return f"{stack}{linear.path}/{linear.layer:03}"
 
 
-def by_layer(formats: Mapping[LinearId, Formats]) -> Table:
-    """Return a map as a table: a row for each layer, and in the columns the formats of fprop, dgrad and wgrad."""
+def by_layer(formats: Mapping[LinearId, Formats]) -> list[list[str]]:
+    """Return a map as a table: names of columns, and for each layer the formats of fprop, dgrad and wgrad."""
     layers = dict.fromkeys((linear.stack, linear.layer) for linear in formats)
     kinds = dict.fromkeys(linear.path for linear in formats)
     rows = [
@@ -183,7 +155,7 @@ def by_layer(formats: Mapping[LinearId, Formats]) -> Table:
         ]
         for stack, layer in layers
     ]
-    return Table("snip-map/by_layer", ["layer", *kinds], rows)
+    return [["layer", *kinds], *rows]
 
 
 def _cell(formats: Formats | None) -> str:
