@@ -45,9 +45,7 @@ from snip_megatron.runtime.exchange import Failure, MapChannel, StepReport, Upda
 from snip_megatron.runtime.host import Host, ProbeResult, Unmeasured
 from snip_megatron.runtime.probe import ProbeRunner
 from snip_megatron.runtime.rise import Rise
-from snip_megatron.runtime.run_timings import cache_folder
 from snip_megatron.runtime.state import ControllerState
-from snip_megatron.runtime.storage import Writer
 from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest
@@ -375,9 +373,11 @@ class SnipRun:
         measure: Callable[[], OptionTimes] | None = None
         if config.budget.timed and config.updates and request.times is None:
             assert self._host is not None
-            folder, writer = (None, Writer(cache_folder())) if run is None else (run.path, run.writer)
             timed = transformer_engine_gemms() if registry.context.use_te_recipe else registry.context.backend
-            times = MeasuredTimes(config, args, linears.covered, timed, folder, self._host.device, writer=writer)
+            folder = None if run is None else run.path
+            times = MeasuredTimes(config, args, linears.covered, timed, folder, self._host.device)
+            if run is not None:
+                times.store = run.writer.replace
             request = dataclasses.replace(request, times=times.known())
             if request.times is not None:
                 check_reachable(linears.covered, request)

@@ -33,9 +33,9 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.account import LATEST
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.run_timings import RunTimings
+from snip_megatron.runtime.run_data import TIMINGS
 from snip_megatron.runtime.state import Timeline
-from snip_megatron.runtime.storage import Writer
+from snip_megatron.runtime.storage import write_atomically
 from snip_megatron.sensitivity.policies import late_plan
 from snip_megatron.sensitivity.request import STANDING_WEIGHTS, SolveRequest, carried_weights
 from snip_megatron.sensitivity.times import OptionTimes
@@ -144,8 +144,8 @@ class MeasuredTimes:
     """Finds or measures the times of a run's GEMMs, on rank 0 alone.
 
     Attributes:
-        run: The run directory. None if the run has no record.
-        writer: Writes the times that are measured during training. If it is None, they are written at once.
+        run: The run directory, in which the times are stored. None if the run has no record.
+        store: Writes the file of the times.
         clock: Times calls. None stands for the clock of ``device``, which takes memory once it is used.
     """
 
@@ -156,7 +156,7 @@ class MeasuredTimes:
     run: Path | None
     device: torch.device
     clock: Clock | None = None
-    writer: Writer | None = None
+    store: Callable[[Path, bytes], None] = write_atomically
     spans: dict[str, Spans] = field(default_factory=dict, init=False)
     _watched: list[LinearState] = field(default_factory=list, init=False)
     _stored: TimingTable | None = field(default=None, init=False)  # read at the start
@@ -168,19 +168,34 @@ class MeasuredTimes:
         layout = layout_of(args, self.linears, config)
         self._shapes, self._most_spans = layout.shapes, min(LATEST * layout.microbatches, _MOST_SPANS)
         attention = min(args.seq_length, _LONGEST_ATTENTION), heads, args.kv_channels
-        self._table = RunTimings(
-            device_name(self.device), self.backend.name, tuple(sorted(used, key=lambda fmt: fmt.code)),
-            shapes_workload(self._shapes.values(), [attention]), self.run, self.backend.products, self.writer,
-        )  # fmt: skip
+        self._formats = tuple(sorted(used, key=lambda fmt: fmt.code))
+        self._workload = shapes_workload(self._shapes.values(), [attention])
 
     def known(self) -> OptionTimes | None:
-        """Return the times that an earlier start stored with the run or in the cache. None if there are none."""
-        stored = self._table.load()
-        if stored is None:
+        """Return the times that an earlier start of the run stored. None if there are none."""
+        if self.run is None or not (path := self.run / TIMINGS).exists():
             return None
-        say(f"times of this model's GEMMs: {stored[1]}")
-        self._stored = stored[0]
-        return self._predicted(self._stored)
+        try:
+            table = TimingTable.load(path)
+        except SnipError as error:
+            say(f"{error}; it is measured again")
+            return None
+        if not self._covers(table):
+            return None
+        say(f"times of this model's GEMMs: {path}")
+        self._stored = table
+        return self._predicted(table)
+
+    def _covers(self, table: TimingTable) -> bool:
+        """Return whether a table is of this card and backend, and has all formats and sizes of linears."""
+        return (
+            (table.device, table.backend) == (device_name(self.device), self.backend.name)
+            and set(self._formats) <= set(table.formats)
+            and set(self._workload.gemms) <= set(table.gemms)
+            and set(self._workload.activations) <= set(table.activations)
+            and set(self._workload.weights) <= set(table.weights)
+            and set(self._workload.grouped) <= set(table.grouped)
+        )
 
     def watch(self, registry: LinearRegistry) -> None:
         """Time Megatron's own code of the grouped linears of experts until the first update."""
@@ -191,26 +206,27 @@ class MeasuredTimes:
 
     def rehearse(self) -> None:
         """Run once the calls that :meth:`measure` times, so that their kernels can be listed."""
-        run_once(self.backend, self._table.formats, self._table.workload, self.device)
+        run_once(self.backend, self._formats, self._workload, self.device)
 
     def measure(self) -> OptionTimes:
-        """Measure the times, and store them with the run and in the cache.
+        """Measure the times, and store them with the run.
 
         Raises SnipError if a size cannot be measured, for example because memory is too small.
         """
         started = time.perf_counter()
         clock = clock_for(self.device) if self.clock is None else self.clock
-        measurer = Measurer(self.backend, clock, self._table.formats)
+        measurer = Measurer(self.backend, clock, self._formats)
         about = {"date": datetime.date.today().isoformat(), "command": "a training's first update"}
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.enable_grad(), torch.random.fork_rng(devices):  # Transformer Engine rounds gradients with its draws
-            table = self._with_stock(calibrate(measurer, self._table.workload, about))
-        if not self._table.covers(table):
+            table = self._with_stock(calibrate(measurer, self._workload, about))
+        if not self._covers(table):
             raise SnipError(f"the GEMMs of this model cannot be timed: {'; '.join(table.about['notes'])}")
-        places = " and ".join(map(str, self._table.store(table))) or "nowhere"
+        if self.run is not None:
+            self.store(self.run / TIMINGS, table.to_json().encode())
         say(
             f"timed the GEMMs of this model ({len(table.gemms)} shapes, {', '.join(table.formats)}) on"
-            f" {table.device} in {time.perf_counter() - started:.1f} s; kept in {places}"
+            f" {table.device} in {time.perf_counter() - started:.1f} s"
         )
         return self._final(table)
 

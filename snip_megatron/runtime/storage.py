@@ -107,7 +107,7 @@ class Writer:
 
     :meth:`append` and :meth:`replace` put a record into a queue and return at once. A record that does not fit into the
     queue is dropped and counted. A record that cannot be written stays in the queue with those behind it, and is tried
-    again with the next one. A file outside ``folder`` that cannot be written is dropped.
+    again with the next one.
 
     A JSON line is one ``write()`` of one complete line to a file opened with O_APPEND. A whole file is written by
     :func:`write_atomically`.
@@ -116,15 +116,14 @@ class Writer:
         folder: The folder of the records, which messages name.
         restore: Called before a file of lines is created.
         loss_record: Returns the file and the record that say how many records of each kind are missing. A kind is the
-            name of a file of lines, or of a step file's folder. The record is appended when writing works again. If
-            this is None, losses are printed only.
+            name of a file of lines, or of a step file's folder. The record is appended when writing works again.
     """
 
     def __init__(
         self,
         folder: Path,
-        restore: Callable[[], None] = lambda: None,
-        loss_record: Callable[[Mapping[str, int]], tuple[Path, Mapping[str, Any]]] | None = None,
+        restore: Callable[[], None],
+        loss_record: Callable[[Mapping[str, int]], tuple[Path, Mapping[str, Any]]],
     ) -> None:
         self._folder, self._restore, self._loss_record = folder, restore, loss_record
         self._changed = threading.Condition()  # guards the queues and counts; no file is touched inside it
@@ -242,8 +241,7 @@ class Writer:
             except (OSError, MemoryError) as error:  # the thread lives on
                 self._error = str(error)
                 self._say_once("failure", f"cannot write ({error}); training goes on, the records are written later")
-                if record.path.is_relative_to(self._folder):
-                    return
+                return
             with self._changed:
                 if self._queue:  # close may have given up
                     self._queue.popleft()
@@ -258,9 +256,8 @@ class Writer:
         if not lost:
             return
         try:
-            if self._loss_record is not None:
-                path, record = self._loss_record(lost)
-                self._append(path, _line(record))
+            path, record = self._loss_record(lost)
+            self._append(path, _line(record))
             self._say(f"writes again; {_counts(lost)} are missing: {self._error or 'the queue was full'}")
         except OSError as error:
             self._error = str(error)

@@ -280,20 +280,17 @@ def check_hardware() -> Iterator[Check]:
 
 def check_times(card: str) -> Check:
     """Say which measured times of GEMMs there are for a card. ``card`` is its name in torch."""
-    from snip_megatron.runtime.run_timings import cache_folder, cached_tables
     from snip_megatron.timing.table import NoTableError, TimingTable, packaged_table
 
-    cached = len(cached_tables(card))
-    models = f"trainings timed {cached} model{'s' * (cached != 1)} ({cache_folder()})"
     try:
         device = TimingTable.load(packaged_table(card)).device
     except NoTableError:
-        result = f"the package has no table of {card}; {models}"
-        return note("times", result, "for snip plan, in a minute: snip calibrate --out FILE.json")
+        advice = "for snip plan, in a minute: snip calibrate --out FILE.json"
+        return note("times", f"the package has no table of {card}", advice)
     if device != card:
-        result = f"the package has those of {device}, the nearest relative; {models}"
+        result = f"the package has those of {device}, the nearest relative"
         return note("times", result, "those of this card, in a minute: snip calibrate --out FILE.json")
-    return ok("times", f"the package has those of {device}; {models}")
+    return ok("times", f"the package has those of {device}")
 
 
 def check_backends() -> Iterator[Check]:

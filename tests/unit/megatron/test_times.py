@@ -14,14 +14,11 @@ from refusal import refusal
 from snip_megatron.layers.spans import Spans
 from snip_megatron.megatron.times import MeasuredTimes, check_measurable, layout_of, option_times
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
-from snip_megatron.numerics.products.hopper import HopperBackend
-from snip_megatron.numerics.quantize import operands
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearRow, PrecisionMap, Side, option_id
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import TIMINGS
-from snip_megatron.runtime.run_timings import cache_folder
 from snip_megatron.timing.cost_model import LinearShape, load_cost_model
 from snip_megatron.timing.measure import Call
 from snip_megatron.timing.table import STOCK, TimingTable
@@ -195,12 +192,6 @@ class FakeClock:
         return found
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "snip_megatron" / "timings"
-
-
 def own(
     run: Path | None,
     clock: FakeClock | None = None,
@@ -213,47 +204,17 @@ def own(
 
 
 def test_the_first_start_measures_and_later_ones_find_the_same(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     assert own(run).known() is None
     measured = own(run, FakeClock()).measure()
     said = capsys.readouterr().out
     assert "snip: timed the GEMMs of this model (4 shapes, bf16, fp8, fp8_tensor, nvfp4) on cpu in" in said
-    assert str(run / TIMINGS) in said
-    (cached,) = cache.iterdir()
-    assert cached.read_bytes() == (run / TIMINGS).read_bytes()
     assert own(run).known() == measured
     assert measured.rest  # of attention and copies, which are timed too
     assert measured.of("decoder.layers.1.mlp.linear_fc1", Gemm.WGRAD, "nvfp4_46") > 0  # a variant: its base is timed
-    other = tmp_path / "other"
-    assert own(other).known() == measured  # another run of this model, from the cache
-    assert (other / TIMINGS).read_bytes() == cached.read_bytes()
-    assert own(None).known() == measured
-
-
-def test_times_of_another_library_are_not_taken() -> None:
-    """DeepGEMM that is installed may be loaded by one start and not by the next, which finds no CUDA toolkit."""
-    without, having = GemmBackend(), GemmBackend()
-    without.products, having.products = (
-        HopperBackend(operands, object(), groups=groups).products for groups in (None, object())
-    )
-    measured = own(None, FakeClock(), backend=without).measure()
-    assert own(None, backend=without).known() == measured
-    assert own(None, backend=having).known() is None
-
-
-def test_a_resume_keeps_the_run_s_own_times(tmp_path: Path, cache: Path) -> None:
-    """Whatever stands in the cache by now: maps repeat."""
-    run = tmp_path / "run"
-    measured = own(run, FakeClock()).measure()
-    own(None, FakeClock(first=5e-3)).measure()
-    assert own(run).known() == measured
-    assert own(None).known() != measured
-    for path in cache.iterdir():
-        path.unlink()
-    assert own(run).known() == measured
-    assert not list(cache.iterdir()), "the times of an earlier release are none of this one"
+    assert own(None, FakeClock()).measure() == measured  # of a run without a directory
 
 
 def test_other_gemms_are_measured_anew(tmp_path: Path) -> None:
@@ -294,33 +255,21 @@ def test_megatron_s_own_experts_take_what_they_took_in_the_training(tmp_path: Pa
     assert resumed == first  # under a map from its first step on
 
 
-def test_the_times_of_another_card_or_backend_are_not_taken(tmp_path: Path, cache: Path) -> None:
+def test_the_times_of_another_card_or_backend_are_not_taken(tmp_path: Path) -> None:
     run = tmp_path / "run"
     own(run, FakeClock()).measure()
     table = TimingTable.load(run / TIMINGS)
     for other in (replace(table, device="NVIDIA H200"), replace(table, backend="hopper")):
-        for path in (run / TIMINGS, *cache.iterdir()):
-            path.write_text(other.to_json())
+        (run / TIMINGS).write_text(other.to_json())
         assert own(run).known() is None
 
 
 def test_a_damaged_file_is_named_and_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    measured = own(run, FakeClock()).measure()
+    own(run, FakeClock()).measure()
     (run / TIMINGS).write_text('{"schema"')
-    assert own(run).known() == measured  # from the cache
+    assert own(run).known() is None
     assert f"snip: {run / TIMINGS}: not JSON" in capsys.readouterr().out
-    assert TimingTable.load(run / TIMINGS)
-
-
-def test_a_folder_that_cannot_be_written_does_not_stop_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "cache").write_text("a file")
-    assert own(None, FakeClock()).measure().seconds
-    said = capsys.readouterr().out
-    assert "the times of GEMMs cannot be kept there" in said
-    assert "kept in nowhere" in said
 
 
 def test_a_size_that_cannot_be_timed_is_an_error(tmp_path: Path) -> None:
@@ -328,12 +277,6 @@ def test_a_size_that_cannot_be_timed_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SnipError, match=r"be (timed|measured): .*out of memory"):
         own(tmp_path, clock).measure()
     assert not (tmp_path / TIMINGS).exists()
-
-
-def test_the_cache_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/user")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification says that such a path is ignored
-    assert cache_folder() == Path("/home/user/.cache/snip_megatron/timings")
 
 
 @pytest.mark.parametrize("backend", [None, "reference", "emulated"])

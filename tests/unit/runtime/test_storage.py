@@ -149,16 +149,6 @@ def test_records_come_back_with_their_file_system(tmp_path, fault):
         subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
 
 
-def test_a_file_outside_the_run_holds_back_nothing(tmp_path, capsys):
-    run = new_run(tmp_path / "run")
-    (tmp_path / "cache").write_bytes(b"")
-    run.writer.replace(tmp_path / "cache" / "times.json", b"{}")
-    run.metric(0, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
-    run.close()
-    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [0]
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_what_waits_is_bounded_in_bytes_and_said_at_the_end(tmp_path, monkeypatch, capsys):
     def refuse(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
