@@ -40,6 +40,7 @@ MAX_MAP_ROWS = 200
 """Number of rows in the table of steps by map. Of a longer list, the last rows are shown."""
 SILENT_S, SILENT_STEPS = 120.0, 20
 """A run whose last record is older than so many seconds, and than so many steps take, has stopped or hangs."""
+_POLICY = ("policy", "budget", "granularity", "estimator")
 _HIDDEN_FACTS = ("request", "unquantised_flops", "predicted_times", "linear_stages", "linear_shapes")
 
 
@@ -57,10 +58,9 @@ def render(run: RunData, *, live: bool = False) -> str:
     """Return the page as text. With ``live`` it is read at once, and says how old the last record is."""
     summary = summarise(run)
     facts = {name: value for name, value in run.facts.items() if name not in _HIDDEN_FACTS}
-    figures = {
-        "loss": loss_figure(run),
-        "formats": format_figure(run),
-    }
+    named = [f"{name} {run.config[name]}" for name in _POLICY if name in run.config]
+    stays = run.facts.get("stays_bf16")
+    unconverted = [f"Not converted: {'; '.join(map(str, stays))}."] if isinstance(stays, list) and stays else []
     rises: dict[int | None, str | None] = {adoption.step: measured_rise(adoption) for adoption in run.adoptions}
     plotly_js, page_js = get_plotlyjs(), template_text("report.js")
     return _template().render(
@@ -69,16 +69,16 @@ def render(run: RunData, *, live: bool = False) -> str:
         scripts=[Markup(plotly_js), Markup(page_js)],
         script_hashes=[_csp_hash(plotly_js), _csp_hash(page_js)],
         title=run.path.resolve().name,
-        lines=[line for line in (_policy_line(run.config), _machine_line(run)) if line],
+        lines=[line for line in (" · ".join(named), _machine_line(run)) if line],
         state=_state(run, summary, live=live),
         tiles=_tiles(run, summary),
         summary={
             "headline": headline(summary),
-            "lines": [*sentences(summary), *_unconverted_line(run)],
+            "lines": [*sentences(summary), *unconverted],
             "warnings": summary.warnings,
         },
         summary_maps=summary.maps[-MAX_MAP_ROWS:],
-        figures=figures,
+        figures={"loss": loss_figure(run), "formats": format_figure(run)},
         maps=map_payload(run.maps),
         adoptions=len(run.adoptions),
         unit=unit_of(str(run.config.get("policy")), str(run.config.get("q"))),
@@ -99,18 +99,6 @@ def render(run: RunData, *, live: bool = False) -> str:
 def _pairs(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the (dotted key, value as text) pairs of a nested configuration."""
     return [(key, v if isinstance(v, str) else json.dumps(v)) for key, v in flatten(tree).items()]
-
-
-def _unconverted_line(run: RunData) -> list[str]:
-    """Return a sentence about the linears that no map covers, or an empty list if there are none."""
-    stays = run.facts.get("stays_bf16")
-    return [f"Not converted: {'; '.join(map(str, stays))}."] if isinstance(stays, list) and stays else []
-
-
-def _policy_line(config: Mapping[str, Any]) -> str:
-    """Return one line with the policy, budget, granularity and estimator of a configuration."""
-    named = [f"{name} {config[name]}" for name in ("policy", "budget", "granularity", "estimator") if name in config]
-    return " · ".join(named)
 
 
 def _machine_line(run: RunData) -> str:

@@ -8,7 +8,7 @@ end of a run, the report and ``snip report --json`` show them. A running job com
 import contextlib
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -199,6 +199,8 @@ def summarise(run: RunData) -> RunSummary:
         stretch.predicted, stretch.predicted_of = _stretch_prediction(prediction, stretch, by_step.get(stretch.begin))
     steps = int(run.metrics[-1]["step"]) + 1 if run.metrics else 0
     train_iters = number(run.facts.get("train_iters"))
+    batch, length = number(run.facts.get("global_batch_size")), number(run.config.get("seq_length"))
+    step_s = next((stretch.step_s for stretch in reversed(maps) if stretch.step_s), None)
     summary = RunSummary(
         verdict="",
         why=_why_not_judged(run),
@@ -214,7 +216,7 @@ def summarise(run: RunData) -> RunSummary:
         costs={kind: seconds for kind, seconds in account.costs.items() if seconds},
         loss=_loss_cost(run),
         memory=_memory(run),
-        tokens_s=_tokens_per_second(run, maps),
+        tokens_s=None if batch is None or length is None or step_s is None else batch * length / step_s,
         lost=run.lost,
         gpus=0 if run.facts.get("device", "cpu") == "cpu" else int(number(run.facts.get("world_size")) or 1),
     )
@@ -250,12 +252,6 @@ def _saved_over_run(summary: RunSummary, run: RunData) -> float | None:
         step_saving = last.bf16_s - last.step_s
     future_costs = _count_future_updates(steps, run.config) * summary.update_s
     return summary.saved_s + steps * step_saving - future_costs
-
-
-def _tokens_per_second(run: RunData, maps: Sequence[Stretch]) -> float | None:
-    batch, length = number(run.facts.get("global_batch_size")), number(run.config.get("seq_length"))
-    step = next((m.step_s for m in reversed(maps) if m.step_s), None)
-    return None if batch is None or length is None or step is None else batch * length / step
 
 
 def _count_future_updates(steps: int, config: Mapping[str, Any]) -> int:

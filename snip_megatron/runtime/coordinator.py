@@ -71,7 +71,11 @@ class RankZeroCoordinator:
         self._static_map = static_map
         self._run = run
         self._unjudged = unjudged
-        self._account = _account_of(run)
+        self._account = Account()
+        if run is not None:  # the records of earlier jobs, of which one that cannot be read ends none
+            with contextlib.suppress(SnipError):
+                maps = dict(read_maps(run.path, skipped=[]))
+                self._account.read(read_events(run.path), read_metrics(run.path), maps)
         self._adopted: PrecisionMap | None = None
         self._formats: Mapping[str, float] | None = None
         self._figures: dict[int, dict[str, Any]] = {}  # further metrics of steps that are not recorded yet
@@ -294,16 +298,6 @@ class RankZeroCoordinator:
             return
         run, self._run = self._run, None
         run.close(self._finished)
-
-
-def _account_of(run: RunDirectory | None) -> Account:
-    """Return the account of a run so far, from the records of its earlier jobs."""
-    account = Account()
-    if run is not None:
-        with contextlib.suppress(SnipError):  # a record that cannot be read must not keep a job from training
-            events, metrics = read_events(run.path), read_metrics(run.path)
-            account.read(events, metrics, dict(read_maps(run.path, skipped=[])))
-    return account
 
 
 def _peak_bytes() -> int:

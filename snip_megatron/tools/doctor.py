@@ -349,19 +349,25 @@ def _check_host_path() -> Iterator[Check]:
 # -- host ----------------------------------------------------------------------------------------------------------
 def check_host(directory: Path) -> Iterator[Check]:
     """Check CPU cores, solver, Megatron, process group, shared memory, and the ``directory`` of future runs."""
-    yield _check_cpu()
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        yield note("cpu", f"{cores} core", "the solver process shares it with training: give rank 0 one more")
+    else:
+        yield ok("cpu", f"{cores} cores")
     yield attempt("solver", _check_solver, "reinstall the pinned ortools")
     yield attempt("megatron", _check_megatron, f"install an unpatched {MEGATRON}")
     yield attempt("process group", _check_process_group, "check the driver and the network interface")
     yield check_disk(directory)
-    yield _check_shared_memory()
-
-
-def _check_cpu() -> Check:
-    cores = len(os.sched_getaffinity(0))
-    if cores < 2:
-        return note("cpu", f"{cores} core", "the solver process shares it with training: give rank 0 one more")
-    return ok("cpu", f"{cores} cores")
+    path = Path("/dev/shm")
+    if not path.exists():
+        yield note("shared memory", "no /dev/shm", "data loader workers and NCCL use it")
+        return
+    free = shutil.disk_usage(path).free
+    result = f"{free / 2**30:.1f} GiB free"
+    if free < _LOW_SHARED_MEMORY_BYTES:
+        yield note("shared memory", result, "containers: start them with a larger --shm-size (or --ipc=host)")
+    else:
+        yield ok("shared memory", result)
 
 
 def _check_solver() -> Check:
@@ -423,14 +429,3 @@ def check_disk(directory: Path) -> Check:
     if free < _LOW_DISK_BYTES:
         return note("disk", result, "a checkpoint takes 14 to 18 bytes a parameter, a run directory some MB")
     return ok("disk", result)
-
-
-def _check_shared_memory() -> Check:
-    path = Path("/dev/shm")
-    if not path.exists():
-        return note("shared memory", "no /dev/shm", "data loader workers and NCCL use it")
-    free = shutil.disk_usage(path).free
-    result = f"{free / 2**30:.1f} GiB free"
-    if free < _LOW_SHARED_MEMORY_BYTES:
-        return note("shared memory", result, "containers: start them with a larger --shm-size (or --ipc=host)")
-    return ok("shared memory", result)

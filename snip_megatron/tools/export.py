@@ -97,31 +97,20 @@ def run(args: argparse.Namespace) -> int:
     Raises SnipError if the map cannot be read or expressed in the format, or the folder cannot be written.
     """
     if args.source.is_dir():
-        args.source = _last_map(args.source)
-    formats = _read_formats(args.source)
+        read_config(args.source)  # a directory of something else is refused here
+        maps = step_files(args.source, "maps")
+        if not maps:
+            raise SnipError(f"{args.source}: the run adopted no map")
+        args.source = maps[max(maps)]
+    precision_map = PrecisionMap.load(args.source)
+    formats = {linear: precision_map.formats_of(str(linear)) for linear in precision_map.linears()}
+    if not formats:
+        raise SnipError(f"{args.source}: names no linear")
     if args.format == "te":
         _export_te(args, formats)
     else:
         _export_megatron(args, formats)
     return 0
-
-
-def _last_map(run: Path) -> Path:
-    """Return the file of the map that a run adopted last. Raises SnipError if it is not a run with a map."""
-    read_config(run)  # a directory of something else is refused here
-    maps = step_files(run, "maps")
-    if not maps:
-        raise SnipError(f"{run}: the run adopted no map")
-    return maps[max(maps)]
-
-
-def _read_formats(path: Path) -> dict[LinearId, Formats]:
-    """Return the formats of every linear that a map names. Raises SnipError if it cannot be read or names none."""
-    precision_map = PrecisionMap.load(path)
-    formats = {linear: precision_map.formats_of(str(linear)) for linear in precision_map.linears()}
-    if not formats:
-        raise SnipError(f"{path}: names no linear")
-    return formats
 
 
 def _write_files(folder: Path, texts: Mapping[str, str]) -> None:
@@ -135,8 +124,15 @@ def _write_files(folder: Path, texts: Mapping[str, str]) -> None:
 
 # -- --format te ---------------------------------------------------------------------------------------------------
 def _export_te(args: argparse.Namespace, formats: dict[LinearId, Formats]) -> None:
-    """Write the module, and print its path and how Megatron loads it."""
-    _check_quantizers(formats, str(args.source))
+    """Write the module, and print its path and how Megatron loads it. Linears that a map does not name run in bf16."""
+    for linear, formats_of_linear in formats.items():
+        for gemm, fmt in zip(Gemm, formats_of_linear, strict=True):
+            if fmt not in QUANTIZERS:
+                known = ", ".join(quantizer.value for quantizer in QUANTIZERS)
+                raise SnipError(
+                    f"{args.source}: {linear} runs {gemm.value} in {fmt.value}, for which Transformer Engine has no"
+                    f" quantizer (it has them for {known}): choose the map among these (--snip-formats)"
+                )
     path: Path = args.out / f"{MODULE}.py"
     _write_files(args.out, {path.name: factory_source(formats, str(args.source))})
     count = Counter(fmt for formats_of_linear in formats.values() for fmt in formats_of_linear)
@@ -148,18 +144,6 @@ def _export_te(args: argparse.Namespace, formats: dict[LinearId, Formats]) -> No
     )
     print(f"with {args.out} in PYTHONPATH, and {MODULE}.name_linears(model) called in the model provider")
     print(path)
-
-
-def _check_quantizers(formats: dict[LinearId, Formats], source: str) -> None:
-    """Raise SnipError if a linear has a format without a quantizer. Linears that the map does not name run in bf16."""
-    for linear, formats_of_linear in formats.items():
-        for gemm, fmt in zip(Gemm, formats_of_linear, strict=True):
-            if fmt not in QUANTIZERS:
-                known = ", ".join(quantizer.value for quantizer in QUANTIZERS)
-                raise SnipError(
-                    f"{source}: {linear} runs {gemm.value} in {fmt.value}, for which Transformer Engine has no"
-                    f" quantizer (it has them for {known}): choose the map among these (--snip-formats)"
-                )
 
 
 def factory_source(formats: dict[LinearId, Formats], source: str) -> str:

@@ -2,10 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from snip_megatron.planner.layout import RECOMPUTE, Layout
 from snip_megatron.precision.errors import SnipError, quoted
@@ -38,17 +36,7 @@ _BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip plan``. Those that Megatron has too have the same names."""
-    _add_model(parser.add_argument_group("model, parallel layout and batch").add_argument)
-    text = "as in training, where the names begin with --snip-"
-    add_options(parser.add_argument_group(text), SnipConfig, prefix="--", only=_TRAINING_OPTIONS)
-    _add_hardware(parser.add_argument_group("hardware").add_argument)
-    text = "statistics of a run (stats/step_<N>.npz) with its losses; without it, loss= gives the fastest uniform map,"
-    text += " and other budgets take synthetic losses"
-    parser.add_argument("--statistics", type=Path, metavar="FILE.npz", help=text)
-    parser.add_argument("--json", type=Path, metavar="OUT.json", help="also write the plan as JSON (snip.plan/1)")
-
-
-def _add_model(add: Callable[..., Any]) -> None:
+    add = parser.add_argument_group("model, parallel layout and batch").add_argument
     add("--model", metavar="NAME", help="1b, 3b, 7b, 8b, 70b or 405b; for any other give --megatron")
     for name, text in (
         ("tp", "tensor parallel size; default: 1"),
@@ -67,8 +55,10 @@ def _add_model(add: Callable[..., Any]) -> None:
     text = "in place of these: all arguments that follow are those of a training, with which Megatron builds the model"
     add("--megatron", nargs=argparse.REMAINDER, metavar="...", help=text)
 
+    group = parser.add_argument_group("as in training, where the names begin with --snip-")
+    add_options(group, SnipConfig, prefix="--", only=_TRAINING_OPTIONS)
 
-def _add_hardware(add: Callable[..., Any]) -> None:
+    add = parser.add_argument_group("hardware").add_argument
     text = "times of GEMMs: h100, h200, a file that snip calibrate wrote, or flops (no times); default: h200"
     add("--timings", default="h200", metavar="NAME|FILE", help=text)
     add("--gpus-per-node", type=_count, default=8, metavar="N", help="GPUs of a node; default: 8")
@@ -77,6 +67,11 @@ def _add_hardware(add: Callable[..., Any]) -> None:
         add(f"--{name}-bandwidth", type=_BANDWIDTH, default=speed, metavar="GB/s", help=text)
     text = "memory of a GPU in GiB; default: that of the GPU of --timings, if its table has it"
     add("--gpu-memory", type=positive("GiB above 0", 1e6), metavar="GIB", help=text)
+
+    text = "statistics of a run (stats/step_<N>.npz) with its losses; without it, loss= gives the fastest uniform map,"
+    text += " and other budgets take synthetic losses"
+    parser.add_argument("--statistics", type=Path, metavar="FILE.npz", help=text)
+    parser.add_argument("--json", type=Path, metavar="OUT.json", help="also write the plan as JSON (snip.plan/1)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError, plain_arguments
@@ -84,8 +84,12 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, StoredUpdate | None]:
     from snip_megatron.runtime.stored_problems import find_stored, is_statistics, rebuild
     from snip_megatron.solver import Problem
 
+    changes = given_options(args, SnipConfig, "", _REPLACEABLE)  # fields of the run's request
     with plain_arguments():
-        changes = _changes(args)
+        if "pin" in changes:
+            changes["pins"] = parse_pins(changes.pop("pin"))
+        if "stage_tolerance" in changes:
+            changes["stage_tolerance"] = parse_tolerance(changes["stage_tolerance"])
     stored = find_stored(args.problem, args.step)
     budget = None if args.budget is None else Budget.parse(args.budget, "--budget")
     if stored is None:
@@ -103,13 +107,3 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, StoredUpdate | None]:
         if budget is not None and (problem.phases or budget.timed != problem.budget.timed):
             return rebuild(stored, changes, budget, args.timings), stored
     return problem if budget is None else replace(problem, budget=budget), stored
-
-
-def _changes(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of the run's request that the arguments replace."""
-    changes = given_options(args, SnipConfig, "", _REPLACEABLE)
-    if "pin" in changes:
-        changes["pins"] = parse_pins(changes.pop("pin"))
-    if "stage_tolerance" in changes:
-        changes["stage_tolerance"] = parse_tolerance(changes["stage_tolerance"])
-    return changes

@@ -198,8 +198,10 @@ def make_trial(words: Sequence[str], steps: int, machine: Machine, ranks: int, f
     Megatron and SNIP check the job's arguments first. Raises SnipError if they refuse them.
     """
     job, precision, snip = split_arguments(words)
-    job_steps = last_value(words, "--train-iters")
-    schedule = _schedule(words)
+    job_steps, schedule = last_value(words, "--train-iters"), list[str]()
+    samples, batch_size = last_value(words, "--lr-warmup-samples"), last_value(words, "--global-batch-size")
+    if samples is not None and batch_size is not None:  # a trial leaves out a warm-up in samples
+        schedule = ["--lr-warmup-iters", str(int(samples) // int(batch_size))]
     under_snip = [*job, *precision, "--snip", *snip]
     variables = torchrun.environment(ranks, cpu=not machine.gpus)
     steps_of_job = int(job_steps) if job_steps is not None else None
@@ -233,12 +235,6 @@ def make_trial(words: Sequence[str], steps: int, machine: Machine, ranks: int, f
         Run("--snip", [*shared, *precision, "--snip", *snip, *run]),
     )
     return Trial(runs, machine, ranks, steps, tuple(notes), tokens, steps_of_job)
-
-
-def _schedule(words: Sequence[str]) -> list[str]:
-    """Return a warm-up in steps for one in samples, which a trial leaves out."""
-    samples, batch = last_value(words, "--lr-warmup-samples"), last_value(words, "--global-batch-size")
-    return [] if samples is None or batch is None else ["--lr-warmup-iters", str(int(samples) // int(batch))]
 
 
 def train(run: Run, trial: Trial, log: Path) -> str | None:
@@ -349,21 +345,17 @@ def table(trial: Trial, chosen: Map) -> str:
     for name, step, *others in rows:
         others = [text.rjust(width) for text, width in zip(others, (12, 8, 10, 11), strict=True)]
         lines.append(f"{name:26s}{step:>12s}{''.join(others)}".rstrip())
-    lines += ["", _map_line(trial, chosen), *(f"In this trial: {note}." for note in trial.notes)]
-    return "\n".join(lines)
+    line = "Map: none."
+    if chosen.adopted is not None:
+        from snip_megatron.runtime.account import duration, share_text
+
+        cost = "" if chosen.update_s is None else f"; its update cost {duration(chosen.update_s)}"
+        line = f"Map: {share_text(chosen.formats)}, from step {chosen.adopted} on{cost}."
+    return "\n".join([*lines, "", line, *(f"In this trial: {note}." for note in trial.notes)])
 
 
 def _device(trial: Trial) -> str:
     return f"{trial.ranks} × {trial.machine.device or 'CPU'}"
-
-
-def _map_line(trial: Trial, chosen: Map) -> str:
-    if chosen.adopted is None:
-        return "Map: none."
-    from snip_megatron.runtime.account import duration, share_text
-
-    cost = "" if chosen.update_s is None else f"; its update cost {duration(chosen.update_s)}"
-    return f"Map: {share_text(chosen.formats)}, from step {chosen.adopted} on{cost}."
 
 
 def as_dict(trial: Trial, chosen: Map, sentence: str, command: Sequence[str]) -> dict[str, Any]:
