@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -228,20 +228,13 @@ def of_launcher() -> Channel | None:
 
 
 # -- agreement -------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class _Report:
-    """What one rank tells rank 0.
-
-    Attributes:
-        error: The rank's error. Empty if it has none.
-        exit_code: Exit code of the error.
-        differences: Field → this rank's value, where rank 0 has another.
-    """
+class _Report(NamedTuple):
+    """What one rank tells rank 0: its error, and field → value where rank 0 has another. Empty if there are none."""
 
     host: str
-    error: str = ""
-    exit_code: int = 0
-    differences: Mapping[str, str] = field(default_factory=dict)
+    error: str
+    exit_code: int
+    differences: Mapping[str, str]
 
 
 class _Verdict(NamedTuple):
@@ -289,16 +282,14 @@ def _compare(terms: Terms | None, failure: Exception | None, channel: Channel, p
     """Exchange tables and failures. Returns None if all ranks agree, otherwise what rank 0 decides and has printed."""
     host, table = socket.gethostname(), None if terms is None else terms.table
     first: dict[str, str] | None = channel.share(table)
-    report = _Report(host)
-    if failure is not None:
-        report = _Report(host, describe(failure), failure.exit_code if isinstance(failure, SnipError) else 1)
-    elif table is not None and first is not None:
-        report = _Report(host, differences=differences(table, first))
-    reports = channel.collect(vars(report))
+    error = "" if failure is None else describe(failure)
+    code = 0 if failure is None else failure.exit_code if isinstance(failure, SnipError) else 1
+    differing = differences(table, first) if table is not None and first is not None else {}
+    reports = channel.collect(_Report(host, error, code, differing))
     verdict = None
     if reports is not None:
         settles = terms is not None and terms.use_library is not None
-        verdict = _verdict([_Report(**each) for each in reports], first or {}, settles=settles)
+        verdict = _verdict([_Report(*each) for each in reports], first or {}, settles=settles)
         if verdict is not None and verdict.exit_code:
             print(f"{program}: {verdict.line}", file=sys.stderr, flush=True)
         elif verdict is not None:
