@@ -421,8 +421,8 @@ class _SnipHelp(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
 
     def __call__(self, *_: Any) -> NoReturn:
-        own = argparse.ArgumentParser(add_help=False, usage="<Megatron's arguments> --snip [--snip-...]")
-        add_arguments(own).print_help()
+        parser = argparse.ArgumentParser(add_help=False, usage="<Megatron's arguments> --snip [--snip-...]")
+        add_arguments(parser).print_help()
         raise SystemExit(0)
 
 

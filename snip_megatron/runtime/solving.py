@@ -143,13 +143,15 @@ def solve_job(job: SolveJob) -> SidecarResult:
             why += "; lower its budget in --snip-schedule, or pin less"
         return dataclasses.replace(result, failure="infeasible", message=why)
     plan = None if request.phases is None else _plan(job, solution, scores)
-    own = _candidate(request, solution.to_precision_map(request.version) if plan is None else plan.at(0), scores)
+    solved = _candidate(request, solution.to_precision_map(request.version) if plan is None else plan.at(0), scores)
     if plan is not None:
-        rise = _sum_of_scores(own.precision_map, scores, "q")
+        rise = _sum_of_scores(solved.precision_map, scores, "q")
         of_run = solution.loss if request.budget.kind == "loss" else None
-        own = dataclasses.replace(own, plan=plan, weight=1.0 if of_run is None or rise <= 0.0 else of_run / rise)
-    rule = _rule(job, own.precision_map, scores, limits)
-    return dataclasses.replace(result, candidates=(own,) if rule is None else (own, rule), out_of_reach=out_of_reach)
+        solved = dataclasses.replace(solved, plan=plan, weight=1.0 if of_run is None or rise <= 0.0 else of_run / rise)
+    rule = _rule(job, solved.precision_map, scores, limits)
+    return dataclasses.replace(
+        result, candidates=(solved,) if rule is None else (solved, rule), out_of_reach=out_of_reach
+    )
 
 
 def _candidate(

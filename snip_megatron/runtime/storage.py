@@ -134,7 +134,7 @@ class Writer:
         self._closed = self._has_news = False
         self._progress = 0.0  # when the latest write ended, or the queue began to fill
         self._error = ""
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
         self._torn: set[Path] = set()  # files that end in a part of a line
         threading.Thread(target=self._serve, name="snip-writer", daemon=True).start()
 
@@ -214,8 +214,8 @@ class Writer:
         return finished
 
     def _say_once(self, kind: str, message: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._printed:
+            self._printed.add(kind)
             self._say(message)
 
     def _say(self, message: str) -> None:
