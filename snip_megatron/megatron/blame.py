@@ -27,7 +27,7 @@ from snip_megatron.runtime.agreement import on_rank_zero
 from snip_megatron.runtime.blame import Place, blame_step
 from snip_megatron.runtime.blame_passes import Job
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.exchange import Decision, MapChannel
+from snip_megatron.runtime.exchange import MapChannel
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.storage import write_atomically
 from snip_megatron.sensitivity.blame import Blame, Checkpoint
@@ -87,7 +87,8 @@ def run_blame(
     ``call`` is the first training step after loading, and ``step_of`` makes a host's step of it.
     """
     channel = MapChannel(registry.names, host.device)
-    folder = Path(channel.agree(on_rank_zero(lambda: args.snip_blame_folder or tempfile.mkdtemp(prefix="snip-blame-"))))
+    folder = on_rank_zero(lambda: args.snip_blame_folder or tempfile.mkdtemp(prefix="snip-blame-"))
+    folder = Path(channel.agree(folder or ""))
     checkpoint = Checkpoint(str(args.load), call.step) if call.step else None
     for iteration in blamed_steps(config):
         skipped = iteration - 1 - call.step
@@ -119,13 +120,13 @@ def map_of_job(
 ) -> PrecisionMap:
     """Return the map under which the job trains: ``--snip-map``, or the checkpoint's. Collective. Raises SnipError."""
     path = config.map
-    found = on_rank_zero(lambda: Decision(restored if path is None else load_map(path, registry.names)))
-    decision = MapChannel(registry.names, device).agree(found)  # type: ignore[arg-type]
-    if decision.precision_map is None:
+    job_map = on_rank_zero(lambda: restored if path is None else load_map(path, registry.names))
+    job_map = MapChannel(registry.names, device).agree(job_map)  # type: ignore[arg-type]
+    if job_map is None:
         raise SnipError(
             "--snip-blame: the checkpoint holds no map of SNIP; give the map in force by --snip-map MAP.json"
         )
-    return decision.precision_map
+    return job_map
 
 
 def describe(precision_map: PrecisionMap, names: Sequence[str]) -> str:
