@@ -38,8 +38,7 @@ Table = Mapping[str, str]
 """Field of the configuration → value, in the order in which differences are looked for."""
 
 _LIBRARY = "GEMM library"
-_LIBRARIES = {"DeepGEMM": "auto", "cuBLASLt": "cublas"}
-"""Library, the fastest first → the ``gemm_library`` with which all ranks use it."""
+_FASTEST = "DeepGEMM"  # of the GEMM libraries
 _PACKAGE, _CUBLASLT = "snip_megatron", "cuBLASLt"
 WHERE_KNOWN = {_PACKAGE, _CUBLASLT}
 """Fields that only ranks which have them compare. The first rank of each node has the package's. A rank without
@@ -336,13 +335,10 @@ def _verdict(reports: Sequence[_Report], first: Table, *, settles: bool) -> _Ver
 
 
 def _slowest_library(libraries: Sequence[str], reports: Sequence[_Report]) -> _Verdict:
-    order = list(_LIBRARIES)
-    fastest, slowest = (choose(libraries, key=order.index) for choose in (min, max))
-    rank = libraries.index(slowest)
-    line = (
-        f"{fastest} is switched off on all ranks, because rank {rank} ({reports[rank].host}) cannot load it: {slowest}"
-    )
-    return _Verdict(f"{line} multiplies", 0, rank, _LIBRARIES[slowest])
+    rank = next(rank for rank, library in enumerate(libraries) if library != _FASTEST)
+    host = reports[rank].host
+    line = f"{_FASTEST} is switched off on all ranks, because rank {rank} ({host}) cannot load it: cuBLASLt multiplies"
+    return _Verdict(line, 0, rank, "cublas")
 
 
 def _others(what: str, reports: Sequence[_Report], ranks: Sequence[int]) -> str:
