@@ -69,6 +69,12 @@ class LinearCall(NamedTuple):
         return ALL_BF16 if self.handle.context.probing else self.handle.state.formats
 
     @property
+    def backend(self) -> GemmBackend:
+        """What multiplies in this microbatch."""
+        override = self.override
+        return self.handle.context.backend if override is None or override.backend is None else override.backend
+
+    @property
     def is_alone(self) -> bool:
         """Whether dgrad and wgrad run at once: nothing is exchanged or measured between them."""
         exchanges = self.sequence_parallel or self.allreduce_dgrad
@@ -133,7 +139,7 @@ class QuantizedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         """Run fprop, and save the operand of wgrad and the formats of the call for the backward."""
         handle = call.handle
-        backend = handle.context.backend
+        backend = handle.context.backend if call.override is None else call.backend
         # The parameter itself is kept on ctx. Activation checkpointing may replace a saved tensor by one that has no
         # main_grad.
         ctx.weight, ctx.x_shape, ctx.has_bias, ctx.call = weight, x.shape, bias is not None, call
@@ -204,7 +210,7 @@ def _backward_in_parts(
     """
     call: LinearCall = ctx.call
     handle, weight, (_, dgrad, wgrad) = call.handle, ctx.weight, ctx.formats
-    backend = handle.context.backend
+    backend = call.backend
     saved_x: Any = assemble(x)
     x_gather: Exchange | None = None
     if isinstance(g, PrequantizedTensor):
@@ -285,7 +291,7 @@ def weight_operands(
     With CUDA graphs only a forward may quantise it anew (``refresh``). A weight that is gathered for every pass becomes
     the operand of that pass alone.
     """
-    state, backend = call.handle.state, call.handle.context.backend
+    state, backend = call.handle.state, call.handle.context.backend if call.override is None else call.backend
 
     def spec() -> OperandSpec:
         return call.spec("w", weight, fprop, dgrad)

@@ -75,6 +75,7 @@ class Override:
         compare: a format for fprop. The backward reports ⟨G, E⟩, where E is the error that fprop has in this format.
         report: called with ⟨G, E⟩, a float64 scalar, for the shards of this tensor parallel rank and G as autograd
             passes it.
+        backend: what multiplies in the pass. None: the backend of all linears.
     """
 
     formats: Formats = ALL_BF16
@@ -82,6 +83,7 @@ class Override:
     perturb: Gemm | None = None
     compare: Format | None = None
     report: Callable[[torch.Tensor], None] | None = None
+    backend: GemmBackend | None = None
 
 
 @dataclass

@@ -114,7 +114,8 @@ def grouped_call(
     first = min(handles[0], handles[-1], key=lambda handle: handle.expert or 0)
     override = None if first.context.override is None else first.context.override(first)
     linear = LinearCall(first, has_backward=torch.is_grad_enabled(), override=override)
-    products, versions = grouped_products(first), [weight._version for weight in weights]
+    versions = [weight._version for weight in weights]
+    products = grouped_products(first) if override is None else linear.backend.grouped(*first.shard)
     call = GroupedCall(linear, handles, weights, products, on_wgrad_complete, linear.formats, versions)
     return call._replace(operands=_weight_operands(call))
 
@@ -169,7 +170,7 @@ class GroupedLinear(torch.autograd.Function):
         if override is not None:
             y = _by_expert(splits, lambda a, b, out: perturbed(override, Gemm.FPROP, a, b.t(), out), x, weights, y)
             if override.compare is not None:
-                error = partial(output_error, override, handle, handle.context.backend)
+                error = partial(output_error, override, handle, call.linear.backend)
                 ctx.error = _by_expert(splits, error, x, weights, y)
         if call.linear.has_backward:
             tensors, ctx.structure = flatten(columnwise)
@@ -215,7 +216,7 @@ def _weight_operands(call: GroupedCall, *, backward: bool = False) -> OperandPai
         spec = OperandSpec(None, dgrad, weight=True) if backward else OperandSpec(fprop, None, weight=True)
         return call.products.quantize_weights(weights, spec)
     quantize = partial(call.products.quantize_weights, weights, OperandSpec(fprop, dgrad, weight=True))
-    return call.linear.handle.state.weights.get(context.backend, weights, (fprop, dgrad), quantize)
+    return call.linear.handle.state.weights.get(call.linear.backend, weights, (fprop, dgrad), quantize)
 
 
 def gradient_spec(call: GroupedCall, g: Tensor) -> OperandSpec:

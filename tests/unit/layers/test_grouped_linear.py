@@ -19,6 +19,7 @@ from snip_megatron.layers.warm_up import warm_up_gemms, warm_up_linear
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
 from snip_megatron.numerics.products.check import decibel
 from snip_megatron.numerics.products.grouped import DeviceRows, Rows, group_rows
+from snip_megatron.numerics.products.host_recipe import HostRecipe, RecipeGemms
 from snip_megatron.numerics.quantize import derive_seed, fake_quantize, swiglu
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
 from snip_megatron.numerics.quantize.kernels.launch import list_launches
@@ -359,6 +360,12 @@ def test_a_measuring_pass_forces_the_format_of_all_experts_nudges_and_reports_th
     forced_y, forced_d, _ = passed(Override((FP4, BF16, BF16)))
     assert torch.equal(forced_y, passed(None, (FP4, BF16, BF16))[0])
     assert torch.equal(forced_d, plain_d)
+    *_, e4m3, e5m2 = (
+        passed(Override((FP8, FP8, BF16), backend=RecipeGemms(HostRecipe("blockwise", hybrid=hybrid))))
+        for hybrid in (False, True)
+    )
+    assert torch.equal(e4m3[0], e5m2[0])
+    assert not torch.equal(e4m3[1], e5m2[1])
     for gemm, of_y in ((Gemm.FPROP, True), (Gemm.DGRAD, False)):
         y, d, _ = passed(Override(perturb=gemm))
         assert torch.equal(y, plain_y) is not of_y

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from linears import convert, operands, reference, stock_linear
 
 from snip_megatron.layers.context import LinearHandle, Override, StepContext
+from snip_megatron.numerics.products.host_recipe import HostRecipe, RecipeGemms
 from snip_megatron.precision import ALL_BF16, Format
 
 N, K, S, B = 192, 160, 40, 2
@@ -69,3 +70,22 @@ def test_the_first_order_term_is_that_of_the_forced_output(group: dist.ProcessGr
     expected = (g.double() * (forced[0].double() - plain[0].double())).sum()
     assert len(found) == 1
     torch.testing.assert_close(found[0], expected, rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=1e-12)
+
+
+def test_the_backend_of_a_pass_multiplies_in_it_alone(group: dist.ProcessGroup) -> None:
+    """Transformer Engine's recipe with gradients in E5M2, which no format of a map has."""
+    handle, recipe = linear(group, torch.bfloat16, StepContext()), HostRecipe("tensorwise", hybrid=True)
+    x, g = operands(S, B, N, K, torch.bfloat16)
+    formats = (Format.FP8_TENSOR,) * 3
+    y, d, gw = passed(handle, Override(formats, backend=RecipeGemms(recipe)), x, g)
+    matrices = {"x": x.detach().reshape(-1, K), "w": handle.weight.detach(), "g": g.reshape(-1, N)}
+    q = {name: recipe.quantize(matrix, name, 1).dequantize() for name, matrix in matrices.items()}
+    assert torch.equal(y.view(-1, N), (q["x"] @ q["w"].t()).bfloat16())
+    assert torch.equal(d.view(-1, K), (q["g"] @ q["w"]).bfloat16())
+    torch.testing.assert_close(gw, q["g"].t() @ q["x"])
+    differences = [
+        float((a - b).float().norm() / b.float().norm())
+        for a, b in zip(passed(handle, Override(formats), x, g), (y, d, gw), strict=True)
+    ]
+    assert differences[0] < 5e-3  # E4M3 both, with scales that differ in the last bit
+    assert min(differences[1:]) > 2e-2
