@@ -22,6 +22,7 @@ from snip_megatron.megatron.conversion import convert_model, what_stays
 from snip_megatron.megatron.evaluation import Evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host
+from snip_megatron.megatron.host_job import host_job
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.run_record import open_run_directory
 from snip_megatron.megatron.startup import say
@@ -315,10 +316,15 @@ class SnipRun:
         host, registry = self._make_host(call), self._registry
         assert registry is not None
         self.graphs.attach(registry, call.model)
-        restored = self._restored_state()
-        in_force = map_of_job(self._config, registry, host.device, None if restored is None else restored.precision_map)
-        registry.adopt(in_force)
-        job = Job("snip", describe(in_force, registry.names), in_force)
+        recipe = getattr(self._args, "snip_host_recipe", None)
+        if recipe is not None:
+            job = host_job(recipe, self._args, registry)
+        else:
+            restored = self._restored_state()
+            saved = None if restored is None else restored.precision_map
+            in_force = map_of_job(self._config, registry, host.device, saved)
+            registry.adopt(in_force)
+            job = Job("snip", describe(in_force, registry.names), in_force)
         call = self.graphs.without_graph(call)
         step_of = functools.partial(self._host_step, around=lambda: self.graphs.bypassed(call.model))
         run_blame(self._config, self._args, host, registry, call, job, step_of)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from snip_megatron.layers.context import LinearHandle, Override, StepContext
 from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import Formats, Gemm, PrecisionMap
 from snip_megatron.runtime.gemm_check import BOUND, bits_of
 from snip_megatron.runtime.host import Host, HostStep
@@ -87,7 +88,7 @@ class Passes:
 
         def override(handle: LinearHandle) -> Override:
             if id(handle) not in overrides:
-                overrides[id(handle)] = _CountedOverride(formats_of(handle), handle)
+                overrides[id(handle)] = _CountedOverride(formats_of(handle), handle, self.job.numerics.of(handle))
             return overrides[id(handle)]
 
         backend = context.backend
@@ -111,6 +112,7 @@ class Passes:
         return [self.step.gradient(handle.weight).clone() for handle in self.registry]
 
     def _prepare(self) -> None:
+        self.job.numerics.start_pass()
         self.registry.start_step(self.step.step)
         self.step.prepare(self.step.microbatches, self.step.sequences)
 
@@ -168,9 +170,9 @@ class Passes:
 class _CountedOverride(Override):
     """An override whose microbatch, which keys stochastic rounding, is that of the backward that runs now."""
 
-    def __init__(self, formats: Formats, handle: LinearHandle) -> None:
+    def __init__(self, formats: Formats, handle: LinearHandle, backend: GemmBackend) -> None:
         object.__setattr__(self, "handle", handle)
-        super().__init__(formats)
+        super().__init__(formats, backend=backend)
 
     @property
     def microbatch(self) -> int:

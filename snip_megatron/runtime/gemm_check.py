@@ -189,10 +189,11 @@ class RoundingEffects:
     def on_backward(self, product: Product) -> None:
         """Add the effects of the three GEMMs of one microbatch."""
         handle = product.handle
+        numerics = self._numerics.of(handle, after_backward=True)
         for index, (gemm, fmt) in enumerate(zip(Gemm, product.formats, strict=True)):
             if fmt is Format.BF16:
                 continue
-            plain, rounded = product.exact(gemm, self._numerics, ALL_BF16), product.exact(gemm, self._numerics)
+            plain, rounded = product.exact(gemm, numerics, ALL_BF16), product.exact(gemm, numerics)
             error = (rounded - plain).double()
             row = torch.zeros(len(COLUMNS), dtype=torch.float64, device=self.table.device)
             if gemm is Gemm.FPROP:
@@ -202,7 +203,7 @@ class RoundingEffects:
             row[2], row[3] = error.square().sum(), plain.double().square().sum()
             row[4], row[7] = (rounded.double() * plain.double()).sum(), 1.0
             for x, spec, axis in product.operands(gemm):
-                numbers = self._numerics.numbers(self._numerics.quantize(x, spec)[1 - axis])
+                numbers = numerics.numbers(numerics.quantize(x, spec)[1 - axis])
                 if numbers.shape != x.shape:  # a Hadamard transform pads
                     continue
                 x = x.float()

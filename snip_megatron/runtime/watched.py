@@ -32,6 +32,13 @@ class ExactBackend(GemmBackend):
 
     name = "exact"
 
+    def of(self, handle: LinearHandle, *, after_backward: bool = False) -> "ExactBackend":
+        """Return the numerics of one linear. ``after_backward`` says that its backward has been counted already."""
+        return self
+
+    def start_pass(self) -> None:
+        """Forget what an earlier pass left."""
+
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
         row, col = (
             None if fmt is None else UnquantizedOperand(x, axis, spec)

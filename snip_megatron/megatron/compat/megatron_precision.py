@@ -4,10 +4,17 @@ Megatron and Transformer Engine then train in BF16. Megatron Bridge's configurat
 """
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
 from snip_megatron.megatron.startup import say
+from snip_megatron.numerics.products.host_recipe import HostRecipe
+from snip_megatron.precision.errors import SnipError
 
 RECIPES: dict[str, tuple[str, ...]] = {
     "delayed": ("fp8_tensor",),
@@ -46,12 +53,18 @@ _OF_0_19 = "moe_ncclep_static_shape"
 """A setting that 0.20 no longer has."""
 
 
-def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:
-    """Switch Megatron's FP8 and FP4 off in arguments, or in one of Bridge's configurations.
+_OF_RECIPE = frozenset(("fp8", "fp4", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"))
+"""Settings of :data:`_OFF` that stay while ``--snip-blame`` looks at a job of Megatron's own FP8 or FP4."""
+
+
+def switch_off(settings: Any, kept: frozenset[str] = frozenset()) -> tuple[str, tuple[str, ...]]:
+    """Switch Megatron's FP8 and FP4, but not the settings in ``kept``, off in arguments or in one of Bridge's
+    configurations.
 
     Returns a line to print, empty if nothing was on, and the formats of the recipe.
     """
-    on = {name: value for name, off in _OFF.items() if (value := getattr(settings, name, off)) not in (off, None)}
+    off_now = {name: off for name, off in _OFF.items() if name not in kept}
+    on = {name: value for name, off in off_now.items() if (value := getattr(settings, name, off)) not in (off, None)}
     if getattr(settings, "moe_flex_dispatcher_backend", None) == "ncclep" and hasattr(settings, _OF_0_19):
         on.pop("moe_expert_rank_capacity_factor", None)
     if may_delay_wgrads(settings):
@@ -109,7 +122,9 @@ def let_snip_choose(
 
     def parse_known_args(*positional: Any, **named: Any) -> Any:
         args, others = parse(*positional, **named)
-        if getattr(args, "snip", False):
+        if getattr(args, "snip_blame", None) is not None and not args.snip:
+            _blame_without_snip(args)
+        elif getattr(args, "snip", False):
             line, args.snip_recipe = switch_off(args)
             if line:
                 say(line)
@@ -119,3 +134,78 @@ def let_snip_choose(
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
     return parser
+
+
+# -- blame of a job that has no map ------------------------------------------------------------------------------------
+def _blame_without_snip(args: argparse.Namespace) -> None:
+    """Let ``--snip-blame`` look at a job without ``--snip``: one of Megatron's own FP8 or FP4, or with a map.
+
+    Raises SnipError if the recipe has no emulation.
+    """
+    args.snip, args.snip_host_recipe = True, None
+    if args.snip_map is not None or not (args.fp8 or args.fp4):
+        return
+    args.snip_host_recipe = host_recipe(args)
+    args.snip_gemm, args.snip_fusions, args.snip_policy = "reference", "none", "bf16"
+    line, _ = switch_off(args, _OF_RECIPE)
+    if line:
+        say(line.replace("SNIP chooses the formats of linears; p", "--snip-blame looks at linears; p"))
+
+
+def host_recipe(settings: Any) -> HostRecipe:
+    """Return the recipe of arguments with ``fp8`` or ``fp4``. Raises SnipError if there is no emulation of it.
+
+    Transformer Engine reads some of it from the environment.
+    """
+    which = "fp4" if settings.fp4 else "fp8"
+    recipe = getattr(settings, f"{which}_recipe")
+    name = str(getattr(recipe, "value", recipe))
+    unknown = [key for key in ("NVTE_BACKWARD_OVERRIDE", "NVTE_NVFP4_ROW_SCALED_ACTIVATION") if _is_set(key)]
+    if os.environ.get("NVTE_NVFP4_4OVER6", "none") != "none":
+        unknown.append("NVTE_NVFP4_4OVER6")
+    if name not in RECIPES or unknown:
+        what = f"--{which}-recipe {name}" if name not in RECIPES else unknown[0]
+        raise SnipError(f"--snip-blame cannot be combined with {what}: SNIP has no emulation of its quantisation")
+    power_of_two = _is_set("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
+    if name == "blockwise":
+        power_of_two = not _is_set("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+    return HostRecipe(
+        name,
+        hybrid=which == "fp8" and settings.fp8 == "hybrid",
+        power_of_two=power_of_two,
+        margin=settings.fp8_margin,
+        history=settings.fp8_amax_history_len,
+        most_recent=settings.fp8_amax_compute_algo == "most_recent",
+        hadamard=not _is_set("NVTE_NVFP4_DISABLE_RHT"),
+        stochastic=not _is_set("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"),
+        square=not _is_set("NVTE_NVFP4_DISABLE_2D_QUANTIZATION"),
+    )
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("0", "")
+
+
+def delayed_state(module: Any, expert: int, operand: str) -> tuple[Tensor, Tensor] | None:
+    """Return the history of amaxes [length] and the scale (0-dim) of "x", "w" or "g" in Transformer Engine's linear.
+
+    They are views. None before the first quantised forward of a linear that no checkpoint with a history was loaded to.
+    """
+    state = getattr(module, "fp8_meta", {}).get("scaling_bwd" if operand == "g" else "scaling_fwd")
+    if state is None or not hasattr(state, "amax_history"):
+        return None
+    index = expert * 2 if operand == "g" else expert * 3 + (operand == "w")
+    return state.amax_history[:, index], state.scale[index]
+
+
+def shared_amax(settings: Any) -> Callable[[Tensor], Tensor]:
+    """Return a function that takes the maximum of an amax over the ranks with which Transformer Engine shares it."""
+    tp_only = bool(getattr(settings, "tp_only_amax_red", False))
+
+    def largest(amax: Tensor) -> Tensor:
+        group = parallel_state.get_amax_reduction_group(with_context_parallel=True, tp_only_amax_red=tp_only)
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+        return amax
+
+    return largest

@@ -204,6 +204,7 @@ class DelayedScale:
 
     def of(self, microbatch: int, x: Tensor) -> Tensor:
         """Return the scale of a microbatch, whose tensor is ``x``. Microbatches come in order, and may come again."""
+        microbatch = min(microbatch, len(self._amaxes))
         if len(self._scales) == microbatch:
             self._scales.append(self._next())
         if len(self._amaxes) == microbatch:
