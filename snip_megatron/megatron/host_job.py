@@ -274,6 +274,7 @@ class _TeProduct(Product):
         through: what lies between dgrad and the gradient of the module's input. None if nothing does.
     """
 
+    is_partial = False
     through: Callable[[Tensor], Tensor] | None = None
 
     def __init__(
@@ -290,9 +291,12 @@ class _TeProduct(Product):
         self._summed = {"row": Gemm.FPROP, "column": Gemm.DGRAD}.get(mode or "")
         self._shards = shards
 
-    def exact(self, gemm: Gemm, numerics: GemmBackend, formats: Formats | None = None) -> Tensor:
+    def multiplied(
+        self, gemm: Gemm, operands: Sequence[tuple[Tensor, OperandSpec, int]], numerics: GemmBackend
+    ) -> Tensor:
         """See the base class. It is what the module returns: the sum over ranks, and this rank's tokens of it."""
-        (left, *_), (right, *_) = (self._quantized(name, *each) for name, each in self._named(gemm, formats))
+        names = {Gemm.FPROP: "xw", Gemm.DGRAD: "gw", Gemm.WGRAD: "gx"}[gemm]
+        left, right = (self._numbers(name, *each) for name, each in zip(names, operands, strict=True))
         product = left.t() @ right if gemm is Gemm.WGRAD else left @ (right.t() if gemm is Gemm.FPROP else right)
         if gemm is self._summed:
             parts = [torch.empty_like(product) for _ in range(dist.get_world_size(self.handle.tp_group))]
@@ -302,14 +306,10 @@ class _TeProduct(Product):
                 product = product.chunk(len(parts))[dist.get_rank(self.handle.tp_group)]
         return self.through(product) if gemm is Gemm.DGRAD and self.through is not None else product
 
-    def _named(self, gemm: Gemm, formats: Formats | None) -> Iterator[tuple[str, tuple[Tensor, OperandSpec, int]]]:
-        names = {Gemm.FPROP: "xw", Gemm.DGRAD: "gw", Gemm.WGRAD: "gx"}[gemm]
-        yield from zip(names, self.operands(gemm, formats), strict=True)
-
-    def _quantized(self, name: str, x: Tensor, spec: OperandSpec, axis: int) -> tuple[Tensor]:
+    def _numbers(self, name: str, x: Tensor, spec: OperandSpec, axis: int) -> Tensor:
         if spec.formats[1 - axis] is Format.BF16:
-            return (x.float(),)
-        return (self.recipe.quantize(x, name, axis, scale=self.scales.get(name)).dequantize(),)
+            return x.float()
+        return self.recipe.quantize(x, name, axis, scale=self.scales.get(name)).dequantize()
 
     def operands(self, gemm: Gemm, formats: Formats | None = None) -> list[tuple[Tensor, OperandSpec, int]]:
         """See the base class, without amaxes of other ranks: every rank has the scales of its own operands."""

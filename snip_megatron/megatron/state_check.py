@@ -137,7 +137,8 @@ def _reduction_hook(handle: LinearHandle, check: KernelCheck) -> Any:
         nonlocal calls
         product = check.partial.pop(handle.name, None)
         y = output[0] if isinstance(output, tuple) else output
-        has_bias = module.bias is not None and not module.skip_bias_add
+        returns_bias = getattr(module, "skip_bias_add", getattr(module, "te_return_bias", False))
+        has_bias = module.bias is not None and len(module.bias) > 0 and not returns_bias
         if product is None or has_bias:
             return
         parts = [torch.empty_like(product) for _ in range(dist.get_world_size(handle.tp_group))]

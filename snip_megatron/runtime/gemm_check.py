@@ -16,7 +16,7 @@ from torch import Tensor
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import ALL_BF16, FOUR_BIT, Format, Formats, Gemm
-from snip_megatron.runtime.watched import ExactBackend, Product, exact_product
+from snip_megatron.runtime.watched import ExactBackend, Product
 from snip_megatron.sensitivity.blame import Fault
 
 BOUND = {4: 32.0, 8: 36.0, 16: 40.0}
@@ -106,10 +106,10 @@ class KernelCheck:
     def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
         """Compare one product."""
         handle, noise = product.handle, 0.0
-        if gemm is Gemm.FPROP and handle.parallel == "row" and handle.tp_size > 1:
+        if gemm is Gemm.FPROP and handle.parallel == "row" and handle.tp_size > 1 and product.is_partial:
             self.partial[handle.name] = result.clone()  # the sum is computed in its memory
         operands = product.operands(gemm)  # a collective: of all ranks, not of one that finds a fault
-        reference = exact_product(gemm, operands, self._numerics)
+        reference = product.multiplied(gemm, operands, self._numerics)
         if before is not None:  # what a sum in main_grad's dtype loses is no fault
             eps = torch.finfo(before.dtype).eps
             noise = float((before.float().square().mean() + reference.square().mean()) * eps**2)

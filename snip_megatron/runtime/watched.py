@@ -91,7 +91,10 @@ class Product:
         weight: The local shard of the weight, from the parameter.
         g: G [T, N] with all tokens. None in the forward.
         expert: Index of the expert among those of this rank. None if there is none.
+        is_partial: Whether the result of fprop of a row-parallel linear is that before the sum over ranks.
     """
+
+    is_partial = True
 
     def __init__(self, call: LinearCall, x: Tensor, weight: Tensor, formats: Formats) -> None:
         self.call, self.formats, self.weight = call, formats, weight.detach()
@@ -145,13 +148,14 @@ class Product:
 
     def exact(self, gemm: Gemm, numerics: GemmBackend, formats: Formats | None = None) -> Tensor:
         """Return the product by the reference's numerics, in FP32."""
-        return exact_product(gemm, self.operands(gemm, formats), numerics)
+        return self.multiplied(gemm, self.operands(gemm, formats), numerics)
 
-
-def exact_product(gemm: Gemm, operands: Sequence[tuple[Tensor, OperandSpec, int]], numerics: GemmBackend) -> Tensor:
-    """Return a product by the reference's numerics, in FP32. ``operands`` are those of :meth:`Product.operands`."""
-    left, right = (numerics.quantize(x, spec)[1 - axis] for x, spec, axis in operands)
-    return numerics.multiply(gemm, left, right, torch.float32)
+    def multiplied(
+        self, gemm: Gemm, operands: Sequence[tuple[Tensor, OperandSpec, int]], numerics: GemmBackend
+    ) -> Tensor:
+        """Do the same for ``operands``, which :meth:`operands` has returned."""
+        left, right = (numerics.quantize(x, spec)[1 - axis] for x, spec, axis in operands)
+        return numerics.multiply(gemm, left, right, torch.float32)
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
