@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
@@ -146,10 +147,23 @@ def _blame_without_snip(args: argparse.Namespace) -> None:
     if args.snip_map is not None or not (args.fp8 or args.fp4):
         return
     args.snip_host_recipe = host_recipe(args)
+    _check_engine(args)
     args.snip_gemm, args.snip_fusions, args.snip_policy = "reference", "none", "bf16"
     line, _ = switch_off(args, _OF_RECIPE)
     if line:
         say(line.replace("SNIP chooses the formats of linears; p", "--snip-blame looks at linears; p"))
+
+
+def _check_engine(args: argparse.Namespace) -> None:
+    """Raise SnipError if Transformer Engine cannot multiply in the recipe here."""
+    name = args.snip_host_recipe.name
+    if args.transformer_impl != "transformer_engine":
+        raise SnipError(
+            f"--snip-blame: --transformer-impl {args.transformer_impl} quantises nothing under"
+            f" {'--fp4-format' if args.fp4 else '--fp8-format'}; use transformer_engine, or give --snip-map"
+        )
+    if name in ("mxfp8", "nvfp4") and torch.cuda.is_available() and torch.cuda.get_device_capability() < (10, 0):
+        raise SnipError(f"--snip-blame: recipe {name} needs a Blackwell GPU, and this is {torch.cuda.get_device_name()}")
 
 
 def host_recipe(settings: Any) -> HostRecipe:
