@@ -175,7 +175,7 @@ def test_delayed_scales_come_from_the_checkpoint_in_every_pass() -> None:
     expected = cast(numbers, unit, scale) @ cast(fc1.weight.detach(), unit, scale).t()
     torch.testing.assert_close(y.reshape(expected.shape).float(), expected, rtol=1e-2, atol=1e-3)
     again, _ = fc1(x)  # the next microbatch has the scale of this one's amax
-    scale = 448.0 / numbers.abs().max().float()
+    scale = torch.tensor(448.0) / numbers.abs().max().float()  # 448.0 / tensor is no IEEE division
     expected = cast(numbers, unit, scale) @ cast(fc1.weight.detach(), unit, torch.tensor(64.0)).t()
     torch.testing.assert_close(again.reshape(expected.shape).float(), expected, rtol=1e-2, atol=1e-3)
 
