@@ -146,6 +146,12 @@ def _blame_without_snip(args: argparse.Namespace) -> None:
     args.snip, args.snip_host_recipe = True, None
     if args.snip_map is not None or not (args.fp8 or args.fp4):
         return
+    for name in ("fp8_param_gather", "fp4_param_gather"):
+        if getattr(args, name, False):
+            raise SnipError(
+                f"--snip-blame cannot be combined with {_argument(name, True)}: a checkpoint of such a job has rounded"
+                " weights, which the passes cannot be compared on"
+            )
     args.snip_host_recipe = host_recipe(args)
     _check_engine(args)
     args.snip_gemm, args.snip_fusions, args.snip_policy = "reference", "none", "bf16"
@@ -163,7 +169,9 @@ def _check_engine(args: argparse.Namespace) -> None:
             f" {'--fp4-format' if args.fp4 else '--fp8-format'}; use transformer_engine, or give --snip-map"
         )
     if name in ("mxfp8", "nvfp4") and torch.cuda.is_available() and torch.cuda.get_device_capability() < (10, 0):
-        raise SnipError(f"--snip-blame: recipe {name} needs a Blackwell GPU, and this is {torch.cuda.get_device_name()}")
+        raise SnipError(
+            f"--snip-blame: recipe {name} needs a Blackwell GPU, and this is {torch.cuda.get_device_name()}"
+        )
 
 
 def host_recipe(settings: Any) -> HostRecipe:

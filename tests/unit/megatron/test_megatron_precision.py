@@ -1,11 +1,14 @@
 """Megatron's own FP8 and FP4 beside ``--snip``: what is switched off, and which formats their recipes stand for."""
 
+import argparse
 import shlex
 
 import pytest
 from llama_arguments import DEFAULTS, megatron_parser
 
 from snip_megatron.megatron.compat import let_snip_choose
+from snip_megatron.numerics.products.host_recipe import HostRecipe
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import add_arguments, resolve_arguments
 
 OFF = ("fp8", "fp4", "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
@@ -96,3 +99,59 @@ def test_wgrads_are_delayed_beside_graphs_that_hold_the_address_of_gradients(
     args = parser.parse_args(["--snip", "--delay-wgrad-compute", "--cuda-graph-impl", *graphs.split()])
     assert args.delay_wgrad_compute is kept
     assert ("--delay-wgrad-compute left out" in capsys.readouterr().out) is not kept
+
+
+def blamed(given: str) -> argparse.Namespace:
+    words = ["--snip-blame", "7", "--transformer-impl", "transformer_engine", *shlex.split(given)]
+    return let_snip_choose(add_arguments(megatron_parser())).parse_args(words)
+
+
+@pytest.mark.parametrize(
+    ("given", "env", "recipe"),
+    [
+        ("--fp8-format hybrid", {}, HostRecipe("delayed", hybrid=True)),
+        (
+            "--fp8-format e4m3 --fp8-recipe delayed --fp8-margin 1 --fp8-amax-history-len 8"
+            " --fp8-amax-compute-algo max",
+            {},
+            HostRecipe("delayed", margin=1, history=8, most_recent=False),
+        ),
+        ("--fp8-format hybrid --fp8-recipe tensorwise", {}, HostRecipe("tensorwise", hybrid=True)),
+        ("--fp8-format e4m3 --fp8-recipe blockwise", {}, HostRecipe("blockwise", power_of_two=True)),
+        (
+            "--fp8-format e4m3 --fp8-recipe blockwise",
+            {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"},
+            HostRecipe("blockwise"),
+        ),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", {}, HostRecipe("mxfp8")),
+        ("--fp4-format e2m1", {"NVTE_NVFP4_DISABLE_RHT": "1"}, HostRecipe("nvfp4", hadamard=False)),
+    ],
+)
+def test_blame_without_snip_looks_at_megatron_s_own_recipe(
+    given: str, env: dict[str, str], recipe: HostRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    args = blamed(given)
+    assert args.snip_host_recipe == recipe
+    assert bool(args.fp8) is ("fp8-format" in given)  # Megatron's own FP8 stays on
+    config = resolve_arguments(args)
+    assert (config.enabled, config.updates, config.gemm, config.blame) == (True, False, "reference", "7")
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("--fp8-format e4m3 --fp8-recipe custom", "--fp8-recipe custom"),
+        ("--fp8-format hybrid --fp8-param-gather", "--fp8-param-gather"),
+        ("--fp8-format hybrid --transformer-impl local", "--transformer-impl local quantises nothing"),
+    ],
+)
+def test_blame_refuses_what_it_cannot_emulate(given: str, named: str) -> None:
+    with pytest.raises(SnipError, match=named):
+        blamed(given)
+
+
+def test_blame_with_a_map_is_that_of_a_job_under_snip() -> None:
+    args = blamed("--snip-map map.json")
+    assert (args.snip, args.snip_host_recipe, args.snip_gemm) == (True, None, None)
