@@ -15,7 +15,7 @@ from snip_megatron import __version__ as VERSION
 from snip_megatron.runtime.run_data import read_config
 
 SNIP = ("--snip", "--snip-first-update", "1", "--snip-lag", "1", "--snip-update-interval", "3", "--snip-wait", "60")
-CORE = importlib.metadata.version("megatron-core")
+CORE = importlib.metadata.version("megatron-core").partition("+")[0]  # a wheel of a checkout names its commit
 HOST = socket.gethostname()
 _ENDS = re.compile(r"rank (\d+) ends with (\d+)")
 
