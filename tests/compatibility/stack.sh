@@ -4,7 +4,8 @@
 #   bash scripts/test.sh --stack next [pytest's ARGS]     Megatron's main (megatron_wheel.sh), all else pinned
 #   bash scripts/test.sh --stack torch [pytest's ARGS]    the newest torch, all else pinned
 #
-# The result is benchmarks/results/reliability/next_<date>.json, or next_torch_<date>.json.
+# The result is benchmarks/results/reliability/next_<date>.json, or next_torch_<date>.json. Where the suite takes too long
+# for one run, record.py beside this file makes it of the JUnit reports of parts.
 #
 # Environment:
 #   SNIP_VENV             where the environment lives (default: .venv-STACK in the repository)
