@@ -88,6 +88,10 @@ def test_a_budget_out_of_reach() -> None:
     assert "the highest reachable speedup is 4" in line
 
 
+def test_a_model_that_does_not_fit_has_an_exit_code_of_its_own() -> None:
+    assert snip("plan", "--model", "1b", "--timings", "flops", "--gpu-memory", "1").returncode == 3
+
+
 def test_a_plan_is_made_without_torch() -> None:
     """Importing torch takes about ten times as long as everything else that a plan imports."""
     code = "import sys; from snip_megatron.tools.cli import main; main(); sys.exit('torch' in sys.modules)"

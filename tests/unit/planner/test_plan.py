@@ -85,6 +85,18 @@ def test_a_bound_on_a_loss_needs_a_policy_whose_scores_are_losses() -> None:
         request("loss=0.1", policy="random")
 
 
+@pytest.mark.parametrize(
+    ("factor", "line"), [(0.99, "does not fit: the map needs"), (1.05, "little for what is not counted"), (1.2, "fits")]
+)
+def test_the_memory_of_a_gpu_counts(factor: float, line: str) -> None:
+    step, asked = step_model(layout(**PIPELINE)), request("fp4=0.5")
+    peak = make_plan(step, asked)["memory"]["peak"]
+    found = make_plan(step, asked, gpu_memory=factor * peak)
+    assert found["memory"]["fits"] is (factor > 1)
+    assert line in render(found)
+    assert ("little" in render(found)) == (factor == 1.05)
+
+
 # -- statistics of a run -------------------------------------------------------------------------------------------
 def statistics(path: Path, formats: tuple[str, ...] = ("fp8", "fp4"), blocks: int = SMALL.blocks) -> Path:
     """A file of random statistics of SMALL, recorded on one pipeline stage."""
