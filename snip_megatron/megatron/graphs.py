@@ -35,52 +35,32 @@ class HostWait:
     A GPU that works without pause lags behind the host's launches by part of a microbatch when the last kernel of a
     step is launched. A GPU that waits does not. The lag is measured by a synchronisation in a few steps after the first
     adoption, right before Megatron's own.
-
-    Args:
-        watched: Whether there is anything to tell: a GPU, and one pipeline stage, because stages wait for each other.
-        synchronize: Waits for the GPU.
-        clock: Returns the time in seconds.
     """
 
-    def __init__(
-        self,
-        watched: bool,
-        synchronize: Callable[[], None] = torch.cuda.synchronize,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._skip = _SETTLING
-        self._samples: list[float] | None = [] if watched else None  # None if there is nothing more to tell
-        self._synchronize, self._clock = synchronize, clock
+    def __init__(self) -> None:
+        self._steps = 0
+        self._lags: list[float] = []
 
     def timed(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``forward_backward`` for the next step under a map, timed if the step is one of the few."""
-        if self._samples is None or self._skip:
-            self._skip = max(0, self._skip - 1)
-            return forward_backward
+        self._steps += 1
+        return functools.partial(self._time, forward_backward) if self._steps > _SETTLING else forward_backward
 
-        @functools.wraps(forward_backward)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = self._clock()
-            result = forward_backward(*args, **kwargs)
-            launched = self._clock()
-            self._synchronize()
-            ended = self._clock()
-            self._add((ended - launched) / (ended - started) * kwargs.get("num_microbatches", 1))
-            return result
-
-        return timed
-
-    def _add(self, lag: float) -> None:
-        assert self._samples is not None
-        self._samples.append(lag)
-        if len(self._samples) < _SAMPLES:
-            return
-        if statistics.median(self._samples) < _HOST_BOUND:
+    def _time(self, forward_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if len(self._lags) == _SAMPLES:
+            return forward_backward(*args, **kwargs)
+        started = time.perf_counter()
+        result = forward_backward(*args, **kwargs)
+        launched = time.perf_counter()
+        torch.cuda.synchronize()
+        ended = time.perf_counter()
+        self._lags.append((ended - launched) / (ended - started) * kwargs.get("num_microbatches", 1))
+        if len(self._lags) == _SAMPLES and statistics.median(self._lags) < _HOST_BOUND:
             say(
                 "the GPU waits for its host in forward and backward: CUDA graphs (--cuda-graph-impl transformer_engine"
                 " --te-rng-tracker) or larger microbatches make steps shorter"
             )
-        self._samples = None
+        return result
 
 
 class GraphedRun:
@@ -97,7 +77,9 @@ class GraphedRun:
         self._formats: dict[LinearHandle, tuple[Format, ...]] = {}  # of every linear, before a map is adopted
         self._captured_before = False
         self._frozen = False
-        self._host_wait = HostWait(torch.cuda.is_available() and args.pipeline_model_parallel_size == 1)
+        # Pipeline stages wait for each other.
+        tells = self._graphs is None and torch.cuda.is_available() and args.pipeline_model_parallel_size == 1
+        self._host_wait = HostWait() if tells else None
 
     def close(self) -> None:
         """Undo all changes of Megatron's classes and of the garbage collector."""
@@ -154,8 +136,9 @@ class GraphedRun:
         Without graphs, a few steps are timed.
         """
         if self._graphs is None:
-            maps = self._registry is not None and self._registry.generation
-            return forward_step, self._host_wait.timed(forward_backward) if maps else forward_backward
+            if self._host_wait is not None and self._registry is not None and self._registry.generation:
+                forward_backward = self._host_wait.timed(forward_backward)
+            return forward_step, forward_backward
         return self._counting(forward_step), self._graphs.timed(forward_backward)
 
     def _counting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:

@@ -143,32 +143,31 @@ def collect(inputs: Sequence[Path], globs: Sequence[str]) -> tuple[list[TextFile
     leak held-out text into the training text. Raises SnipError if an input does not exist, cannot be read, or holds no
     text. A file that is named is taken whatever its name; ``globs`` select files inside folders.
     """
-    total: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     files: dict[str, TextFile] = {}
     for source in inputs:
-        skipped: Counter[str] = Counter()
-        texts, path = 0, source
-        try:
-            for key, path in _walk(source, globs):
+        texts = 0
+        for key, path in _walk(source, globs):
+            try:
                 data = path.read_bytes()
-                if (reason := _why_skipped(data)) is not None:
-                    skipped[reason] += 1
-                    continue
-                texts += 1
-                file = TextFile(key, hashlib.sha256(data).hexdigest(), path, len(data))
-                skipped["duplicate"] += file.sha256 in files
-                files[file.sha256] = min(files.get(file.sha256, file), file)
-        except OSError as error:
-            where, why = error.filename or path, error.strerror or error
-            raise SnipError(f"{where}: cannot be read ({why}); make it readable or name other inputs") from error
+            except OSError as error:
+                raise _unreadable(error, path) from error
+            if (reason := _why_skipped(data)) is not None:
+                skipped[reason] += 1
+                continue
+            texts += 1
+            file = TextFile(key, hashlib.sha256(data).hexdigest(), path, len(data))
+            skipped["duplicate"] += file.sha256 in files
+            files[file.sha256] = min(files.get(file.sha256, file), file)
         if not texts:
-            counts = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-            if source.is_file():
-                raise SnipError(f"{source}: the file is {next(iter(skipped))}; name a UTF-8 text file")
-            pattern = f"no text in this folder matches --glob {' '.join(globs)}"
-            raise SnipError(f"{source}: {pattern} ({counts or 'no file'})")
-        total += skipped
-    return sorted(files.values()), dict(sorted((+total).items()))
+            matches = "" if source.is_file() else f" that matches --glob {' '.join(globs)}"
+            raise SnipError(f"{source}: holds no UTF-8 text{matches}")
+    return sorted(files.values()), dict(sorted((+skipped).items()))
+
+
+def _unreadable(error: OSError, path: Path) -> SnipError:
+    why = error.strerror or error
+    return SnipError(f"{error.filename or path}: cannot be read ({why}); make it readable or name other inputs")
 
 
 def _name(source: Path) -> str:
@@ -187,7 +186,7 @@ def _walk(source: Path, globs: Sequence[str]) -> Iterator[tuple[str, Path]]:
         raise SnipError(f"{source}: {'not a regular' if source.exists() else 'no such'} file or folder")
 
     def stop(error: OSError) -> None:
-        raise error
+        raise _unreadable(error, source)
 
     for folder, subfolders, names in os.walk(source, onerror=stop):
         if {"manifest.json", "train.bin", "train.idx"} <= set(names):

@@ -17,13 +17,6 @@ def argument(value: str) -> None:
     sys.argv.extend(value.split())
 
 
-def version(value: str) -> None:
-    """``PACKAGE==VERSION``: the version that a package seems to have."""
-    package, _, text = value.partition("==")
-    genuine = importlib.metadata.version
-    importlib.metadata.version = lambda name: text if name == package else genuine(name)
-
-
 def release(value: str) -> None:
     """``MODULE==VERSION``: the version that an imported module has."""
     module, _, text = value.partition("==")

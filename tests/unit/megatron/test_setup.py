@@ -1,7 +1,6 @@
 """What surrounds a training step. The controller is made up here; tests/distributed have the real one."""
 
 import argparse
-from types import SimpleNamespace
 
 import pytest
 from dense_names import dense_names
@@ -9,30 +8,9 @@ from handles import handle_of
 
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.precision import LinearRow
 from snip_megatron.runtime.config import SnipConfig
-
-
-def a_call() -> StepCall:
-    return StepCall(
-        step=3, forward_step_func=None, data_iterator=None, model=[], optimizer=None, config=None,
-        forward_backward_func=None, num_microbatches=1,
-    )  # fmt: skip
-
-
-def test_a_step_that_megatron_gives_up_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rerun machine then saves a checkpoint from before the step and exits: a resumed job runs the step again."""
-    run = SnipRun(SnipConfig(enabled=True), argparse.Namespace())
-    calls: list[str] = []
-    controller = SimpleNamespace(
-        before_step=lambda *_: calls.append("before"), after_step=lambda *_: calls.append("after")
-    )
-    monkeypatch.setattr(run, "_controller", controller)
-    given_up = ({}, True, True, True, 16, None, None, 0)
-    assert run.around_step(lambda: given_up, a_call()) == given_up
-    assert calls == ["before"]
 
 
 def test_a_step_that_megatron_repeats_rounds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
