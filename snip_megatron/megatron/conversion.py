@@ -22,7 +22,7 @@ from snip_megatron.megatron.linears import (
     SnipRowParallelLinear,
     fuse_swiglu,
 )
-from snip_megatron.megatron.model_linears import BuiltLinear, ModelLinears, built_linears, gather_stages, model_linears
+from snip_megatron.megatron.model_linears import BuiltLinear, ModelLinears, built_linears, gather_stages
 from snip_megatron.megatron.startup import say
 from snip_megatron.numerics.products.selection import resolve_gemm, select_backend
 from snip_megatron.precision import Format, LinearId, PrecisionMap
@@ -54,7 +54,7 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     """Convert every decoder linear of this rank's model chunks. See :func:`snip_megatron.megatron.convert_model`."""
     built = built_linears(model_chunks)
     stock = gather_stages(_stock(built))
-    linears = model_linears(built, stock)
+    linears = ModelLinears.split(gather_stages({each.row: None for each in built}), stock)  # experts share a row
     formats = formats_in_use(config)
     # The selection is completed when its kernels are compiled: megatron/warmup.py.
     selection = select_backend(config.gemm, formats, library=config.gemm_library, checks=False)

@@ -115,16 +115,6 @@ class ModelLinears:
         return flops
 
 
-def model_linears(local: Sequence[BuiltLinear], stock: Mapping[str, str]) -> ModelLinears:
-    """Return the linears of the whole model, given those of this rank. Collective over all ranks.
-
-    ``stock`` maps the name of each linear that is not converted to the reason.
-    """
-    return ModelLinears.split(
-        gather_stages({each.row: None for each in local}), stock
-    )  # experts of a layer share a row
-
-
 def gather_stages[Key, Value](local: Mapping[Key, Value]) -> dict[Key, Value]:
     """Return the entries of all pipeline stages. Collective over all ranks."""
     if not (dist.is_initialized() and parallel_state.model_parallel_is_initialized()):

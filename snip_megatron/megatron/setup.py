@@ -256,17 +256,18 @@ class SnipRun:
         with _between_steps(call.step, "start"):
             controller = self._controller or self._build(call)
 
+        def host_step() -> MegatronStep:
+            return self._host_step(self.graphs.without_graph(call), lambda: self.graphs.bypassed(call.model))
+
         def probe(clip: float) -> ProbeResult | Unmeasured:
             assert self._probes is not None
             if not torch.cuda.is_available():
                 say(f"step {call.step}: an update begins with a probe, which takes a while on a CPU")
-            step = self._host_step(self.graphs.without_graph(call), lambda: self.graphs.bypassed(call.model))
-            return self._probes.measure(step, clip, controller.state.sequences)
+            return self._probes.measure(host_step(), clip, controller.state.sequences)
 
         def measure(maps: Sequence[PrecisionMap]) -> list[Rise] | Unmeasured:
             assert self._probes is not None
-            step = self._host_step(self.graphs.without_graph(call), lambda: self.graphs.bypassed(call.model))
-            return self._probes.measure_maps(step, maps, controller.state.sequences)
+            return self._probes.measure_maps(host_step(), maps, controller.state.sequences)
 
         with _between_steps(call.step, "adoption"):
             controller.before_step(call.step, probe, measure)

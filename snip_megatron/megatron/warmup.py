@@ -72,12 +72,19 @@ class WarmUp:
         weight = next((handle.weight for handle in self.registry), None)
         if not torch.cuda.is_available() or not (weight is None or has_kernels(weight)):
             return True
+        from triton.runtime import driver
+
+        from snip_megatron.numerics.quantize.kernels.compiler import Compilation
+
         listed = self._listed()
         torch.cuda.empty_cache()
         gathered: list[list[str | Source]] = [[]] * dist.get_world_size()
         dist.all_gather_object(gathered, listed)
         kernels = {kernel for listed in gathered for kernel in listed}
-        self._compilation = self._compiling(kernels)
+        rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        processes = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // (2 * ranks)))  # training has the others
+        share, replays = sorted(kernels, key=repr)[rank::ranks], self._cpp_replay and rank == 0
+        self._compilation = Compilation(share, driver.active.get_current_target(), processes, replays=replays)
         if self.registry.context.map_is_quantized:
             if self._compilation.processes:
                 say(f"compiling {len(kernels)} kernels, for which the map in force waits ...")
@@ -130,19 +137,6 @@ class WarmUp:
     def close(self) -> None:
         if self._compilation is not None:
             self._compilation.close()
-
-    # -- compilation -------------------------------------------------------------------------------------------
-    def _compiling(self, variants: Iterable[str | Source]) -> Compilation:
-        """Start to compile this rank's share of ``variants``, the kernels of all ranks."""
-        from triton.runtime import driver
-
-        from snip_megatron.numerics.quantize.kernels.compiler import Compilation
-
-        rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        processes = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // (2 * ranks)))  # training has the others
-        share = sorted(variants, key=repr)[rank::ranks]
-        replays = self._cpp_replay and rank == 0
-        return Compilation(share, driver.active.get_current_target(), processes, replays=replays)
 
     def _listed(self) -> list[str | Source]:
         from snip_megatron.numerics.quantize.kernels.launch import list_launches

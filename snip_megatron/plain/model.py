@@ -84,12 +84,7 @@ def _kinds(rows: Mapping[LinearRow, nn.Module]) -> str:
         path = re.sub(r"\b\d+\b", "*", row.id.path)
         sizes[f"{path} ({cls}"] += row.elements
     largest = sorted(sizes.items(), key=lambda item: -item[1])
-    return ", ".join(f"{kind}{_amount(elements)} parameters)" for kind, elements in largest)
-
-
-def _amount(number: float) -> str:
-    size, unit = next((each for each in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if number >= each[0]), (1.0, ""))
-    return f"{number / size:.3g}{unit}"
+    return ", ".join(f"{kind}{elements:,.0f} parameters)" for kind, elements in largest)
 
 
 def find_structure(model: nn.Module, blocks: Sequence[nn.Module] | None, *, allow_partial: bool = False) -> Structure:

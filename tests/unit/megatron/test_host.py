@@ -14,7 +14,8 @@ from torch_attention import TorchAttention
 
 from snip_megatron.layers.context import StepContext
 from snip_megatron.megatron.host import MegatronStep, StepCall, _note_losses, chunk_of
-from snip_megatron.megatron.model_linears import built_linears, model_linears
+from snip_megatron.megatron.model_linears import ModelLinears, built_linears
+from snip_megatron.precision import LinearRow
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.residual_stream import ResidualStream
 from snip_megatron.sensitivity.recorder import Pass, TokenShard
@@ -90,8 +91,12 @@ def probe(model: GPTModel, stream: ResidualStream, phase: Pass, sigma: float = 0
         stream.finish_statistics(2)
 
 
+def rows_of(model: GPTModel) -> tuple[LinearRow, ...]:
+    return ModelLinears.split((each.row for each in built_linears([model])), {}).covered
+
+
 def new_stream(model: GPTModel) -> ResidualStream:
-    chunks = [chunk_of(model, model_linears(built_linears([model]), {}).covered)]
+    chunks = [chunk_of(model, rows_of(model))]
     host = Host(ProbeGroups(None, None), torch.device("cpu"), chunks, HIDDEN, WHOLE, sinks=(), local_sinks=())
     return ResidualStream(host, StepContext(step=4), sample_tokens=10_000, seed=6)
 
@@ -138,7 +143,7 @@ def test_tokens_that_are_embedded_again_get_no_noise(model: GPTModel, monkeypatc
     """For the prediction of two further tokens on the same stage."""
     monkeypatch.setattr(model, "mtp_process", True)
     monkeypatch.setattr(model.config, "mtp_num_layers", 2)
-    enter = chunk_of(model, model_linears(built_linears([model]), {}).covered).hook_input
+    enter = chunk_of(model, rows_of(model)).hook_input
     handle = enter(lambda out: out + 1)
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
     seen = [model.embedding(tokens(0)[:, 1:], positions) for _ in range(6)]
