@@ -1,7 +1,7 @@
 """The converted linears of this rank, the precision map that sets their formats, and what CUDA graphs read."""
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -97,9 +97,9 @@ class DeviceStep:
         """Make later forwards of ``chunk`` use the weights that a finished microbatch has quantised."""
         self._current[chunk].fill_(1)
 
-    def forget_weights(self, handles: Iterable[LinearHandle]) -> None:
-        """Free the quantised weights of ``handles``. Graphs that read them must not run afterwards."""
-        for handle in handles:
+    def forget_weights(self) -> None:
+        """Free the quantised weights. Graphs that read them must not run afterwards."""
+        for handle in self._handles:
             assert handle.state.graphed is not None
             handle.state.graphed.weight.clear()
 

@@ -6,7 +6,6 @@ captured anew when a map is adopted.
 
 import argparse
 import functools
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -76,17 +75,14 @@ class GraphedRun:
         self._graphed: list[LinearHandle] = []  # linears that read the state of the step from the device
         self._formats: dict[LinearHandle, tuple[Format, ...]] = {}  # of every linear, before a map is adopted
         self._captured_before = False
-        self._frozen = False
         # Pipeline stages wait for each other.
         tells = self._graphs is None and torch.cuda.is_available() and args.pipeline_model_parallel_size == 1
         self._host_wait = HostWait() if tells else None
 
     def close(self) -> None:
-        """Undo all changes of Megatron's classes and of the garbage collector."""
+        """Undo all changes of Megatron's classes."""
         if self._graphs is not None:
             self._graphs.close()
-        if self._frozen:
-            gc.unfreeze()
 
     def attach(self, registry: LinearRegistry, model: Sequence[torch.nn.Module]) -> None:
         """Make the linears read the state of the step from the device. This is called before the first step."""
@@ -98,11 +94,6 @@ class GraphedRun:
         chunk_of = {id(parameter): i for i, chunk in enumerate(model) for parameter in chunk.parameters()}
         chunks = [chunk_of[id(linear.weight)] for linear in self._graphed]
         registry.device = DeviceStep(self._graphed, chunks, next(iter(registry)).weight.device)
-        # A capture collects garbage twice, each time through all objects. Objects of imported modules live as long as
-        # the process. Without them, a new capture delays the training less.
-        gc.collect()
-        gc.freeze()
-        self._frozen = True
 
     def _accumulating(self) -> list[torch.nn.Parameter]:
         """Return the weights whose captured backward adds to ``main_grad`` itself."""
@@ -124,7 +115,7 @@ class GraphedRun:
         captured = [each for each in changed if each.state.graphed is not None and self._graphs.contain(each.module)]
         if captured and self._graphs.captured:
             assert registry.device is not None
-            registry.device.forget_weights(self._graphed)
+            registry.device.forget_weights()
             self._graphs.recapture(self._model, self._args)
             registry.start_step(step)  # resets the counters, which the passes of a capture have increased
 

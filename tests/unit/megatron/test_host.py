@@ -1,5 +1,6 @@
 """The residual stream of a real GPT model as a probe sees it, and what a call of the schedule leaves behind."""
 
+import argparse
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from dense_names import dense_names
+from handles import handle_of
 from megatron.core.models.gpt.gpt_model import GPTModel
 from small_decoder import dense
 from torch_attention import TorchAttention
 
 from snip_megatron.layers.context import StepContext
+from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.host import MegatronStep, StepCall, _note_losses, chunk_of
 from snip_megatron.megatron.model_linears import ModelLinears, built_linears
+from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.precision import LinearRow
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.residual_stream import ResidualStream
 from snip_megatron.sensitivity.recorder import Pass, TokenShard
@@ -211,3 +217,24 @@ def test_a_loss_of_logits_is_that_of_one_token() -> None:
     ((losses, counts),) = found
     assert losses.tolist() == pytest.approx([logits.logsumexp(1).mean().item()])
     assert counts.tolist() == [True]
+
+
+def test_a_step_that_megatron_repeats_rounds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of a backward in its step enters the keys of stochastic rounding."""
+    run = SnipRun(SnipConfig(enabled=True), argparse.Namespace())
+    registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in dense_names(1)], StepContext())
+    handle = handle_of("decoder.layers.0.mlp.linear_fc1", context=registry.context)
+    registry.add(handle)
+    monkeypatch.setattr(run, "_registry", registry)
+    indices: list[tuple[int, int]] = []
+
+    def two_microbatches(*, losses: str) -> str:
+        for _ in range(2):
+            indices.append((registry.context.step, handle.state.backwards))
+            handle.state.backwards += 1
+        return losses
+
+    registry.start_step(3)
+    schedule = run.repeatable(two_microbatches, 3)
+    assert [schedule(losses=name) for name in ("first", "again")] == ["first", "again"]
+    assert indices == [(3, 0), (3, 1)] * 2
