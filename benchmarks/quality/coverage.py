@@ -152,13 +152,12 @@ def recipe(case: str, make: Callable[[], Any]) -> Verdict:
 
 
 def on_cards(card: tuple[int, int]) -> ExitStack:
-    """Return a context in which there seem to be eight cards of a capability, and all optional packages."""
-    from snip_megatron.megatron import compat, validate
+    """Return a context in which there seem to be eight cards of a capability."""
+    from snip_megatron.megatron import validate
 
     machine = ExitStack()
     for name, value in (("is_available", True), ("device_count", 8), ("get_device_capability", card)):
         machine.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
-    machine.enter_context(mock.patch.object(compat, "has_package", return_value=True))
     machine.enter_context(mock.patch.object(validate, "check_measurable"))
     return machine
 

@@ -164,20 +164,17 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
 
 
 def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
-    optimizer = args.optimizer.removeprefix("dist_")  # Bridge's recipes have Megatron's older name of sharded Muon
-    if optimizer in compat.NEEDS_PACKAGE and not compat.has_package():
-        raise SnipError(f"--optimizer {optimizer} needs a package that is not here: pip install {compat.PACKAGE}")
     if not config.updates or not needs_forward_noise(config.request()):
         return
-    if optimizer != "adam":
+    if args.optimizer != "adam":
         raise SnipError(
-            f"--optimizer {optimizer} cannot be combined with --snip-estimator {config.estimator}: weight divergence"
-            " knows the update of adam alone; use it, or --snip-estimator fisher"
+            f"--optimizer {args.optimizer} cannot be combined with --snip-estimator {config.estimator}: weight"
+            " divergence knows the update of adam alone; use it, or --snip-estimator fisher"
         )
     if config.first_update == 0 and not args.load:
         raise SnipError(
-            f"--snip-first-update 0 cannot be combined with --snip-estimator {config.estimator}: {optimizer}"
-            " has no moments before its first step; use --snip-first-update 1 or later"
+            f"--snip-first-update 0 cannot be combined with --snip-estimator {config.estimator}: adam has no moments"
+            " before its first step; use --snip-first-update 1 or later"
         )
 
 

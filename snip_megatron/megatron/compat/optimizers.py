@@ -1,6 +1,5 @@
 """Reads the state of a parameter in any of Megatron's optimizers."""
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,17 +16,6 @@ from snip_megatron.sensitivity.updates import AdamWState
 
 check_signature(DistributedOptimizer._get_main_param_and_optimizer_states, "self", "model_param")
 check_signature(DistributedOptimizer._get_model_param_range_map, "self", "param")
-
-NEEDS_PACKAGE = ("lion", "muon")
-"""Values of ``--optimizer`` that need :data:`PACKAGE`."""
-
-PACKAGE = "emerging-optimizers"
-
-
-def has_package() -> bool:
-    """Return whether :data:`PACKAGE`, which has Lion and Muon, can be imported."""
-    return importlib.util.find_spec("emerging_optimizers") is not None
-
 
 State = tuple[dict[str, Any], dict[str, Any], int, int]
 """Parameter group and state of a parameter in torch's optimizer inside Megatron's, with moments on the parameter's

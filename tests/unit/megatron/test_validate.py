@@ -146,14 +146,6 @@ def test_gradients_in_fp8_need_megatrons_own_loop() -> None:
     assert refused(config(**FP8), bridge).startswith(needs)
 
 
-def test_optimizers_of_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate.compat, "has_package", lambda: False)
-    for optimizer in ("lion", "muon"):
-        message = refused(config(estimator="fisher"), arguments(optimizer=optimizer))
-        assert message == (f"--optimizer {optimizer} needs a package that is not here: pip install emerging-optimizers")
-    check(config(), arguments(optimizer="sgd"))
-
-
 # -- maps ------------------------------------------------------------------------------------------------------
 def write_map(path: Path, layers: int) -> str:
     path.write_text(PrecisionMap.uniform(dense_names(layers), Format.FP8).to_json())
