@@ -31,9 +31,6 @@ COMPAT_SETS = (
     "distributed-optimizer-resume",
 )
 
-#: Sets of the previous release that are not applied any more. ``docs/operations.md`` says what they worked around.
-REMOVED_COMPAT_SETS = ("checkpoint-fallback", "partial-save", "restart-store", "writer-processes")
-
 #: Name of the environment variable with the file for a failing rank's exit code.
 EXIT_CODE_FILE = "SNIP_EXIT_CODE_FILE"
 
@@ -137,10 +134,8 @@ def note_exit_code(code: int) -> None:
 
 
 def check_compat_names(names: Sequence[str]) -> frozenset[str]:
-    """Return the set of ``names``. Raises SnipError if one is unknown or is not applied any more."""
+    """Return the set of ``names``. Raises SnipError if one is unknown."""
     for name in names:
-        if name in REMOVED_COMPAT_SETS:
-            raise SnipError(f"--snip-no-compat {name}: this set is never applied any more; leave the argument out")
         if name not in COMPAT_SETS:
             raise SnipError(f"--snip-no-compat {name}: unknown; choose one of {', '.join(COMPAT_SETS)}")
     return frozenset(names)

@@ -20,8 +20,6 @@ def test_unknown_compat_name_lists_the_known_ones() -> None:
     assert startup.check_compat_names(["cpu", "dataset-helpers"]) == {"cpu", "dataset-helpers"}
     with pytest.raises(SnipError, match="nonsense: unknown; choose one of cpu, dataset-helpers"):
         startup.check_compat_names(["cpu", "nonsense"])
-    with pytest.raises(SnipError, match=r"restart-store: this set is never applied any more; leave the argument out$"):
-        startup.check_compat_names(["restart-store"])
 
 
 @pytest.mark.parametrize("given", [["--yaml-cfg", "run.yaml"], ["--yaml-cfg=run.yaml"]])
