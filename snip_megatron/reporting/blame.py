@@ -39,6 +39,7 @@ def blame_page(blame: Blame) -> str:
         version=__version__,
         style=Markup(template_text("report.css")),
         blame=blame,
+        reason=blame.reason if "." in blame.reason.partition(" ")[0] else blame.reason[:1].upper() + blame.reason[1:],
         title=f"Step {blame.step}: {_TITLES.get(blame.verdict, 'not precision').lower()}",
         verdict=_TITLES.get(blame.verdict, "Not precision"),
         passes=[row for name in PASSES if name in blame.passes for row in [_pass_row(blame, name)]],

@@ -21,6 +21,10 @@ from snip_megatron.sensitivity.blame import PassFigures
 HEALTHY_RISE = {4: 0.05, 8: 0.004, 16: 0.0}
 """Bits → rise of the loss in nats that is healthy if all fprops run in such a format. A map's is the mean."""
 
+USUAL_LOSS = 3.0
+"""Mean loss of a token in nats up to which :data:`HEALTHY_RISE` holds. Above, a rise is healthy in proportion: on
+random tokens, at a loss of 8.2, eight bits alone raise it by .008."""
+
 ERRORS = 3.0
 """Number of standard errors by which a rise must exceed what is healthy."""
 
@@ -135,11 +139,13 @@ class Passes:
         rows, healthy = [], self._healthy_rise()
         for (loss, weight), (base, _) in zip(losses, plain, strict=True):
             rise = loss.double() - base.double()
-            rows.append(torch.stack((weight.double().sum(), (weight * rise).sum(), (weight * rise.square()).sum())))
-        tokens, total, squares = self._sum(rows, 3)
+            terms = weight.double(), weight * rise, weight * rise.square(), weight * base.double()
+            rows.append(torch.stack([each.sum() for each in terms]))
+        tokens, total, squares, base_total = self._sum(rows, 4)
         if not math.isfinite(total) or not tokens:
             return Rise(math.inf, 0.0, healthy)
         mean = total / tokens
+        healthy *= max(1.0, base_total / tokens / USUAL_LOSS)
         return Rise(mean, math.sqrt(max(0.0, squares / tokens - mean**2) / tokens), healthy)
 
     def gradient_error(self, gradients: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> float:
