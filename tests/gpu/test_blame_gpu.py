@@ -60,7 +60,7 @@ def blamed(folder: Path, step: int, *arguments: str, **how: str) -> dict[str, An
         ("tensorwise", "hybrid", []),
         ("tensorwise", "e4m3", ["--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "0"]),
         ("blockwise", "e4m3", []),
-        ("blockwise", "hybrid", EXPERTS),
+        ("tensorwise", "hybrid", EXPERTS),
     ],
     ids=["tensorwise", "first layer in bf16", "blockwise", "experts"],
 )
