@@ -1,4 +1,4 @@
-"""Measures cuBLASLt's proposals for GEMMs with one scale per tensor, the table of ``numerics/products/proposals.py``.
+"""Measures cuBLASLt's proposals for GEMMs with one scale per tensor, the table ``numerics/products/proposals.json``.
 
     python -m benchmarks.kernels.proposals --out numerics/products/proposals.json [--seconds 120] [--commit SHA]
 

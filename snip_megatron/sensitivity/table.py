@@ -48,7 +48,7 @@ FORMAT_COLUMNS = (
     "dg_row2",  # ‖δG‖², tiles along N (dgrad), rounded as in training: for fp4 the expectation over the draws
     "dg_col2",  # ‖δG‖², tiles along T (wgrad), likewise
     "e2",  # ‖E‖², E = Q(X)Q(W)ᵀ − XWᵀ, from a sample of the tokens of a large microbatch
-    "c2",  # Σ_t (G_t·E_t)², likewise (recorder.Dots)
+    "c2",  # Σ_t (G_t·E_t)², likewise (recorder.OutputErrorDots)
     "wdrift2",  # ‖u(g + σ∘z) − u(g)‖², σ from column norms of the wgrad error of one step (weight divergence of wgrad)
 )
 # One value per residual boundary: boundary b is the input of sub-block b; each stack ends with one more.

@@ -33,7 +33,7 @@ def _quotient(a, b, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _signs(row_word, col_word):
-    """Return ±1, as ``signs.error_signs`` does."""
+    """Return ±1, as ``update_error.error_signs`` does."""
     h = (row_word ^ col_word).to(tl.uint32, bitcast=True) * 0x9E3779B1
     h = (h ^ (h >> 15)) * 0x85EBCA6B
     return tl.where(h.to(tl.int32, bitcast=True) < 0, -1.0, 1.0)

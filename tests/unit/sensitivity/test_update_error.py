@@ -59,7 +59,7 @@ def gradient(shape: tuple[int, ...], seed: int = 9) -> torch.Tensor:
 
 
 def moved(g: torch.Tensor, error: torch.Tensor, state: AdamWState) -> float:
-    """‖u(g + error) − u(g)‖² in float64, by the direction that test_compat_updates.py holds to torch's AdamW."""
+    """‖u(g + error) − u(g)‖² in float64, by the direction that test_compat_optimizers.py holds to torch's AdamW."""
     exact = replace(state, exp_avg=state.exp_avg.double(), exp_avg_sq=state.exp_avg_sq.double())
     change = exact.direction(g.double() + error) - exact.direction(g.double())
     return float(change.square().sum())

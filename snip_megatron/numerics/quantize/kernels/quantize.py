@@ -337,6 +337,6 @@ def _is_hopper(device: torch.device) -> bool:
 def advance(
     state: Tensor, counts: Tensor, identities: Tensor, words: Tensor, place: int, gemms: tuple[int, int]
 ) -> None:
-    """See :func:`snip_megatron.numerics.quantize.rounding.advance`."""
+    """See :func:`snip_megatron.numerics.quantize.device_keys.advance`."""
     constants = {"FIRST_MIXED": splitmix64(gemms[0]), "SECOND_MIXED": splitmix64(gemms[1])}
     launch(key_kernel, (1, 1), (state, counts, identities, words), (), (place,), constants, {"num_warps": 1})
