@@ -157,12 +157,16 @@ def make_problem(
     share = (request.standing_share * fprop_share[indices])[..., None]
     losses = losses * (share * np.array(phases.standing) + (1.0 - share) * np.array(phases.carried))
     rows = zip(solved, losses, _keeps(solved, phases), strict=True)
+    spent = None
+    if phases.spent_steps and request.budget.kind != "loss":  # rounding may lift a mean share above 1
+        achieved = min(phases.spent, 1.0) if request.budget.kind == "fp4" else phases.spent
+        spent = Spent(phases.spent_steps, achieved)
     return Problem(
         request.budget,
         tuple(_item(option, request, row, keeps) for option, row, keeps in rows),
         request.tolerance,
         phases=tuple(Phase(steps, target) for steps, target in zip(phases.steps, phases.budgets, strict=True)),
-        spent=_spent(request, phases),
+        spent=spent,
     )
 
 
@@ -226,7 +230,8 @@ def _separate_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArra
 
 
 def _item(option: Option, request: SolveRequest, losses: FloatArray, keeps: tuple[int, ...] = ()) -> Item:
-    """Return the item of an option: its cost, and saving and loss of every format it may take.
+    """Return the item of an option: its cost, and saving and loss of every format it may take. A saving of time may be
+    negative.
 
     ``losses`` are [formats of the request, phases]. A pinned format that is no candidate has the loss 0.
     """
@@ -234,33 +239,18 @@ def _item(option: Option, request: SolveRequest, losses: FloatArray, keeps: tupl
     cost, savings = option.cost, {fmt: option.flops if fmt in FOUR_BIT else 0.0 for fmt in formats}
     joint: dict[str, dict[Format, float]] = {}
     if request.budget.timed:
-        cost, savings = _times(option, formats, request)
-        joint = _joint(option, formats, request)
+        if (times := request.times) is None:
+            raise SnipError("speedup= and loss= need predicted times")
+        cost = times.of(option.linear, option.gemm, Format.BF16.value)
+        savings = {fmt: cost - times.of(option.linear, option.gemm, fmt.value) for fmt in formats}
+        for other in SHARING if option.gemm is Gemm.WGRAD else ():  # GEMMs that share an operand with a wgrad
+            seconds = {fmt: times.saved(option.linear, other, fmt.value) for fmt in formats}
+            if saved := {fmt: second for fmt, second in seconds.items() if second > 0}:
+                joint[option_id(option.linear, other)] = saved
     none = (0.0,) * losses.shape[1]
     by_format = dict(zip(request.formats, map(tuple, losses.tolist()), strict=True))
     choices = tuple(Choice(fmt, by_format.get(fmt.value, none), savings[fmt]) for fmt in formats)
     return Item(id=option.id, stage=option.stage, cost=cost, choices=choices, keeps=keeps, joint=joint)
-
-
-def _times(option: Option, formats: Sequence[Format], request: SolveRequest) -> tuple[float, dict[Format, float]]:
-    """Return an option's seconds in bf16, and the seconds that each format saves. A saving may be negative."""
-    if request.times is None:
-        raise SnipError("speedup= and loss= need predicted times")
-    cost = request.times.of(option.linear, option.gemm, Format.BF16.value)
-    return cost, {fmt: cost - request.times.of(option.linear, option.gemm, fmt.value) for fmt in formats}
-
-
-def _joint(option: Option, formats: Sequence[Format], request: SolveRequest) -> dict[str, dict[Format, float]]:
-    """Return what a wgrad saves together with the GEMMs that share an operand with it, by option and format."""
-    if option.gemm is not Gemm.WGRAD or request.times is None:
-        return {}
-    savings = {
-        option_id(option.linear, other): {
-            fmt: seconds for fmt in formats if (seconds := request.times.saved(option.linear, other, fmt.value)) > 0
-        }
-        for other in SHARING
-    }
-    return {other: by_format for other, by_format in savings.items() if by_format}
 
 
 def _keeps(options: Sequence[Option], phases: PhasedRequest) -> list[tuple[int, ...]]:
@@ -280,11 +270,3 @@ def _keeps(options: Sequence[Option], phases: PhasedRequest) -> list[tuple[int, 
             changes = [one or other for one, other in zip(changes, hits, strict=True)]
         keeps = [before if change else (*before, p) for before, change in zip(keeps, changes, strict=True)]
     return keeps
-
-
-def _spent(request: SolveRequest, phases: PhasedRequest) -> Spent | None:
-    """Return the past steps and their average, which rounding may lift above 1. None without past steps or average."""
-    if not phases.spent_steps or request.budget.kind == "loss":
-        return None
-    achieved = min(phases.spent, 1.0) if request.budget.kind == "fp4" else phases.spent
-    return Spent(phases.spent_steps, achieved)

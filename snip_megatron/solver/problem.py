@@ -169,15 +169,21 @@ class Problem:
 
     def to_json(self) -> str:
         """Return the text of a problem file. Floats round-trip exactly; unused fields are left out."""
-        body: dict[str, Any] = {
-            "schema": PHASED_SCHEMA if self.phases else PROBLEM_SCHEMA,
-            "budget": _budget_body(self),
-        }
+        kind, value = self.budget.kind, self.budget.value
+        budget: dict[str, Any] = {"target" if kind == "fp4" else kind: value}
+        if kind == "fp4":
+            budget["stage_tolerance"] = self.stage_tolerance
+        if self.fixed_cost:
+            budget["fixed_cost"] = {str(stage): cost for stage, cost in self.fixed_cost}
+        body: dict[str, Any] = {"schema": PHASED_SCHEMA if self.phases else PROBLEM_SCHEMA, "budget": budget}
         if self.phases:
             body["phases"] = [_used(phase.as_dict()) for phase in self.phases]
         if self.spent is not None:
             body["spent"] = self.spent.as_dict()
-        body["items"] = [_item_body(item, phased=bool(self.phases)) for item in self.items]
+        body["items"] = [_used(item.as_dict()) for item in self.items]
+        for item in [] if self.phases else body["items"]:
+            for choice in item["choices"]:
+                (choice["loss"],) = choice.pop("losses")
         return json.dumps(body, allow_nan=False) + "\n"
 
 
@@ -224,23 +230,6 @@ def _choice(raw: Any, path: str, phased: bool) -> Choice:
         body["losses"] = [finite(field(body, "loss", f"{path}."), f"{path}.loss")]
         del body["loss"]
     return Choice.from_dict(body, path)
-
-
-def _budget_body(problem: Problem) -> dict[str, Any]:
-    budget = problem.budget
-    body: dict[str, Any] = {"target" if budget.kind == "fp4" else budget.kind: budget.value}
-    if budget.kind == "fp4":
-        body["stage_tolerance"] = problem.stage_tolerance
-    if problem.fixed_cost:
-        body["fixed_cost"] = {str(stage): cost for stage, cost in problem.fixed_cost}
-    return body
-
-
-def _item_body(item: Item, *, phased: bool) -> dict[str, Any]:
-    body = _used(item.as_dict())
-    for choice in [] if phased else body["choices"]:
-        (choice["loss"],) = choice.pop("losses")
-    return body
 
 
 def _used(body: dict[str, Any]) -> dict[str, Any]:

@@ -225,7 +225,10 @@ class CublasLt:
             setting = (operation, name, ("pointer", (recorded.address(scale),)), 8)
             recorded.c_call(_SET_OPERATION, self._function(_SET_OPERATION), *setting)
         a, b, out, workspace, factor = (0 if t is None else recorded.address(t) for t in tensors)
-        alpha, beta = map(_host_address, self._factors(add, tensors[4]))
+        alpha, beta = (
+            f.value or 0 if isinstance(f, ctypes.c_void_p) else ctypes.addressof(f._obj)
+            for f in self._factors(add, tensors[4])
+        )
         first: Argument = factor if tensors[4] is not None else alpha
         layouts = [layout.value or 0 for layout in (plan.a, plan.b, plan.c)]
         recorded.c_call(
@@ -396,11 +399,6 @@ def _result(out: Tensor | None, dtype: torch.dtype, rows: int, cols: int) -> _Ma
 
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
-
-
-def _host_address(value: Any) -> int:
-    """Return the address in a pointer, or of the object in a reference."""
-    return value.value or 0 if isinstance(value, ctypes.c_void_p) else ctypes.addressof(value._obj)
 
 
 def _alignment(tensor: Tensor) -> int:
