@@ -1,0 +1,13 @@
+"""The training entry on ranks of which the second has a fault of the benchmark's catalogue: ``PLANT`` at ``LINEAR``."""
+
+import os
+
+from benchmarks.quality import blame_faults
+from snip_megatron import pretrain_gpt
+
+
+def main() -> int:
+    """Plant the fault, and train."""
+    plant = getattr(blame_faults, os.environ["PLANT"])
+    plant(blame_faults.Site(os.environ["LINEAR"], rank=1, expert=int(os.environ.get("EXPERT", "0"))))
+    return pretrain_gpt.main()
