@@ -16,6 +16,7 @@ from snip_megatron.megatron.attachment import check_own_arguments, prepare_megat
 from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.datasets import check_data, get_batch, packed_documents, provide_datasets
 from snip_megatron.megatron.startup import Startup
+from snip_megatron.megatron.validate import check_layers_of_experts
 from snip_megatron.precision.errors import SnipError, with_suggestion
 from snip_megatron.runtime.agreement import Terms, of_launcher, together
 from snip_megatron.runtime.config import add_arguments as add_snip_arguments
@@ -45,6 +46,7 @@ def prepare(startup: Startup) -> tuple[Callable[[], None], Terms]:
             "a launcher must start this: torchrun --nproc-per-node 1 -m snip_megatron.pretrain_gpt <arguments>"
         )
     check_data(args)
+    check_layers_of_experts(args)
     prepare_megatron(args, startup, shown)
     model_config = pretraining.model_config(args, on_cpu=startup.on_cpu)
     under_snip, terms = prepare_run(args)

@@ -127,6 +127,20 @@ def _check_engine(args: argparse.Namespace) -> None:
             )
 
 
+def check_layers_of_experts(args: argparse.Namespace) -> None:
+    """Raise SnipError if ``--moe-layer-freq`` is no pattern of the layers. Megatron itself reports it late.
+
+    The value is a number n, for every n-th layer, or a list with a flag for each layer.
+    """
+    pattern = args.moe_layer_freq
+    if not getattr(args, "num_experts", None) or (isinstance(pattern, int) and pattern >= 1):
+        return
+    if isinstance(pattern, int):
+        raise SnipError(f"--moe-layer-freq {pattern}: give 1 or more, or a list with a 0 or a 1 for each layer")
+    if len(pattern) != args.num_layers:
+        raise SnipError(f"--moe-layer-freq names {len(pattern)} layers, the decoder has {args.num_layers}")
+
+
 def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
     """Raise SnipError if CUDA graphs cannot work here, or not with another argument."""
     implementation = compat.graph_implementation(args)
@@ -164,6 +178,7 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
 
 
 def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
+    _check_sharding(args)
     if not config.updates or not needs_forward_noise(config.request()):
         return
     if args.optimizer != "adam":
@@ -175,6 +190,20 @@ def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
         raise SnipError(
             f"--snip-first-update 0 cannot be combined with --snip-estimator {config.estimator}: adam has no moments"
             " before its first step; use --snip-first-update 1 or later"
+        )
+
+
+def _check_sharding(args: argparse.Namespace) -> None:
+    """Raise SnipError if Megatron cannot shard this optimizer. Megatron itself reports it late or not at all."""
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise SnipError(
+            "--optimizer sgd cannot be combined with --use-distributed-optimizer: Megatron shards the state of adam"
+            " alone; leave one of them out"
+        )
+    if getattr(args, "use_layer_wise_distributed_optimizer", False) and not args.bf16:
+        raise SnipError(
+            f"--optimizer {args.optimizer} with --use-distributed-optimizer needs --bf16: Megatron shares out whole"
+            " parameters of 16-bit models only; add --bf16 or leave --use-distributed-optimizer out"
         )
 
 

@@ -87,6 +87,7 @@ def _validate(argv: Sequence[str]) -> Training:
     args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, []), check_own_arguments)
     compat.check(args, startup)
     check_data(args)
+    validate.check_layers_of_experts(args)
     config, _ = configuration(args)
     if config.enabled:
         validate.check(config, args)

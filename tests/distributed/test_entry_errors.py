@@ -59,6 +59,7 @@ def test_wrong_argument_is_one_line_without_a_launcher(tmp_path: Path) -> None:
             ["--attention-backend", "local"],
             "Megatron refuses the arguments: TypeError: 'NoneType' object is not sub",
         ),
+        (["--num-experts", "4", "--moe-layer-freq", "[1,0]"], "--moe-layer-freq names 2 layers, the decoder has 4"),
         (["--non-persistent-ckpt-type", "local"], "Megatron refuses the arguments: nvidia_resiliency_ext is required "),
         (["--logits-load-dir", "logits"], "--logits-load-dir is not supported by this entry"),
         (["--snip", "--mlp-chunks-for-training", "2"], "--mlp-chunks-for-training 2 cannot be combined with --snip: "),
@@ -106,6 +107,22 @@ def test_an_optimizer_whose_update_is_not_known_is_refused_before_the_first_step
     assert line.startswith("pretrain_gpt: the optimizer adds weight decay to gradients (decoupled_weight_d")
     assert losses(process) == {}
     assert not (tmp_path / "run").exists()
+
+
+def test_a_schedule_that_megatron_refuses_is_one_line(warm: WarmRanks, tmp_path: Path) -> None:
+    """One that does not fit, and one that is not the checkpoint's, with the arguments that choose between both."""
+    refused = "Megatron refuses the learning rate's schedule: "
+    short = warm.run(1, tiny_llama_args(iters=2), tmp=tmp_path)
+    check_refusal(short, f"{refused}assert self.lr_warmup_steps < self.lr_decay_steps")
+    warm.succeed(1, tiny_llama_args("--save", "saved", "--save-interval", "3", iters=3), tmp=tmp_path)
+    longer = tiny_llama_args("--load", "saved", "--snip", iters=5)
+    process = warm.run(1, longer, tmp=tmp_path)
+    (line,) = error_lines(process)
+    assert line.startswith(f"pretrain_gpt: {refused}OptimizerParamScheduler: class input value 20 and checkpoint")
+    assert "--override-opt-param-scheduler keeps this one" in line
+    assert (process.returncode, "Traceback" in process.stderr, losses(process)) == (2, False, {})
+    process = warm.succeed(1, [*longer, "--override-opt-param-scheduler"], tmp=tmp_path)
+    assert list(losses(process)) == [4, 5]
 
 
 def test_help_lists_megatrons_arguments_and_snips(warm: WarmRanks, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
 import megatron.training.training as training
+from megatron.core import optimizer_param_scheduler
 from megatron.core.enums import ModelType
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.utils import get_model_config
@@ -113,16 +114,27 @@ def pretrain(
     provide_datasets: Callable[..., Any],
     forward_step: Callable[..., Any],
 ) -> None:
-    """Run Megatron's training loop. ``model`` is the result of :func:`model_config`."""
+    """Run Megatron's training loop.
+
+    ``model`` is the result of :func:`model_config`. Raises SnipError if Megatron refuses the learning rate's schedule.
+    """
     run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(functools.partial(_start, args))
-    run(
-        cfg_container=argument_utils.pretrain_cfg_container_from_args(args, model),
-        train_valid_test_dataset_provider=provide_datasets,
-        model_type=ModelType.encoder_or_decoder,
-        forward_step_func=forward_step,
-        store=store,
-        get_embedding_ranks=functools.partial(_embedding_ranks, model.transformer, args),
-    )
+    try:
+        run(
+            cfg_container=argument_utils.pretrain_cfg_container_from_args(args, model),
+            train_valid_test_dataset_provider=provide_datasets,
+            model_type=ModelType.encoder_or_decoder,
+            forward_step_func=forward_step,
+            store=store,
+            get_embedding_ranks=functools.partial(_embedding_ranks, model.transformer, args),
+        )
+    except AssertionError as error:
+        failed = traceback.extract_tb(error.__traceback__)[-1]
+        if failed.filename != optimizer_param_scheduler.__file__:
+            raise
+        choose = "--override-opt-param-scheduler keeps this one, --use-checkpoint-opt-param-scheduler the checkpoint's"
+        message = f"{error}; {choose}" if str(error) else failed.line
+        raise SnipError(f"Megatron refuses the learning rate's schedule: {message}") from error
 
 
 def _embedding_ranks(config: Any, args: argparse.Namespace, ranks: list[int]) -> list[int]:

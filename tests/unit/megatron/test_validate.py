@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from snip_megatron.megatron import validate
 from snip_megatron.megatron.validate import CONFLICTS, cut_tiles
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
 
 CONTEXT = {"transformer_impl": "transformer_engine"}
@@ -123,6 +124,11 @@ OF_FP8 = "--snip-gradient-reduction fp8"
          "--grad-reduce-in-bf16 cannot be combined with --snip-gradient-reduction fp8", ""),
         ({"optimizer": "muon"}, NOISE, "--optimizer muon cannot be combined with --snip-estimator noise",
          "knows the update of adam alone"),
+        ({"optimizer": "sgd", "use_distributed_optimizer": True}, FISHER,
+         "--optimizer sgd cannot be combined with --use-distributed-optimizer", ""),
+        # Megatron's own validation turns the distributed optimizer into the layer-wise one.
+        ({"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "bf16": False}, {},
+         "--optimizer muon with --use-distributed-optimizer needs --bf16", ""),
         ({}, FIRST | NOISE, "", "--snip-first-update 0"),
     ],
     ids=str,
@@ -326,3 +332,12 @@ MIXTURE: dict[str, Any] = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidd
 def test_what_is_cut(tp: int, given: dict[str, Any], cut: list[str]) -> None:
     args = llama_arguments.arguments(**CUT_SIZES | {"tensor_model_parallel_size": tp} | given)
     assert cut_tiles(args, linears(args)) == cut
+
+
+def test_a_pattern_of_layers_of_experts_fits_the_decoder() -> None:
+    args = arguments(**EXPERTS)
+    validate.check_layers_of_experts(args)
+    for pattern, words in ((0, "--moe-layer-freq 0: give 1 or more"), ([0, 1], "names 2 layers, the decoder has 4")):
+        args.moe_layer_freq = pattern
+        with pytest.raises(SnipError, match=words):
+            validate.check_layers_of_experts(args)
