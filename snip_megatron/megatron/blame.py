@@ -20,7 +20,7 @@ from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import MegatronStep, StepCall
 from snip_megatron.megatron.startup import say
 from snip_megatron.megatron.state_check import state_checked
-from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.blame import write_blame_page
 from snip_megatron.runtime.agreement import on_rank_zero
@@ -30,7 +30,7 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import MapChannel
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.storage import write_atomically
-from snip_megatron.sensitivity.blame import Blame, Checkpoint
+from snip_megatron.sensitivity.blame import Blame, Checkpoint, Remedy
 
 
 def prepare_blame(config: SnipConfig, args: argparse.Namespace) -> None:
@@ -101,18 +101,60 @@ def run_blame(
         step.first = skipped * call.num_microbatches
         state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
         blame = blame_step(job, host, registry, step, Place(iteration, checkpoint, folder), state)
-        on_rank_zero(lambda blame=blame: _publish(blame, folder))  # type: ignore[misc]
+        on_rank_zero(lambda blame=blame: publish(blame, job.formats, folder))  # type: ignore[misc]
     if dist.is_initialized():
         dist.barrier()
     raise SystemExit(0)
 
 
-def _publish(blame: Blame, folder: Path) -> None:
+GUARD_SECONDS = 60.0
+"""Seconds after which the guard tries no more suspects."""
+
+
+def guard_blame(
+    config: SnipConfig,
+    args: argparse.Namespace,
+    host: Host,
+    registry: LinearRegistry,
+    call: StepCall,
+    step: MegatronStep,
+    failed: PrecisionMap,
+) -> Blame:
+    """Return the verdict about the step before which the guard takes a map back, and write it. Collective.
+
+    The weights are those that the alarm left, and the microbatches the next ones.
+    """
+    root = config.dir or (str(Path(args.save) / "snip") if args.save else tempfile.gettempdir())
+    job = Job("snip", describe(failed, registry.names), failed)
+    state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
+    blame = blame_step(
+        job, host, registry, step, Place(call.step + 1, None, Path(root)), state,
+        microbatches=config.probe_microbatches, seconds=GUARD_SECONDS,
+    )  # fmt: skip
+    on_rank_zero(lambda: publish(blame, failed, Path(root)))
+    return blame
+
+
+def publish(blame: Blame, formats: PrecisionMap, folder: Path) -> Blame:
+    """Write and print a verdict, with the map that remedies it. Returns it with the remedy."""
     path = folder / f"blame_{blame.step}.json"
+    confirmed = [culprit for culprit in blame.culprits if culprit.confirmed]
+    if confirmed:
+        keys = [f"{culprit.linear}:{culprit.gemm}" for culprit in confirmed]
+        choices = {
+            option_id(str(linear), gemm): formats.format_of(str(linear), gemm)
+            for linear in formats.linears()
+            for gemm in Gemm
+        } | dict.fromkeys(keys, Format.BF16)
+        remedied = path.with_name(f"blame_{blame.step}_map.json")
+        write_atomically(remedied, PrecisionMap(choices=choices).to_json().encode())
+        pins = tuple(word for key in keys for word in ("--snip-pin", f"{key}=bf16"))
+        blame = dataclasses.replace(blame, remedy=Remedy(pins, map=str(remedied)))
     write_atomically(path, blame.to_json().encode())
     write_blame_page(blame, path.with_suffix(".html"))
     say(blame.text())
     say(f"written to {path}")
+    return blame
 
 
 def map_of_job(

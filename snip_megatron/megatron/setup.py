@@ -15,7 +15,7 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.layers.registry import check_map_fits, describe_left_out, load_map
 from snip_megatron.megatron import compat, validate
-from snip_megatron.megatron.blame import describe, map_of_job, run_blame
+from snip_megatron.megatron.blame import describe, guard_blame, map_of_job, run_blame
 from snip_megatron.megatron.compat.checkpoints import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.compat.checkpoints import SnipState
 from snip_megatron.megatron.conversion import convert_model, what_stays
@@ -270,7 +270,8 @@ class SnipRun:
             return self._probes.measure_maps(host_step(), maps, controller.state.sequences)
 
         with _between_steps(call.step, "adoption"):
-            controller.before_step(call.step, probe, measure)
+            diagnose = functools.partial(self._diagnose, call) if self._config.guard_blame else None
+            controller.before_step(call.step, probe, measure, diagnose)
             self.graphs.recapture(call.step)
         started = time.perf_counter()
         try:
@@ -329,6 +330,16 @@ class SnipRun:
         call = self.graphs.without_graph(call)
         step_of = functools.partial(self._host_step, around=lambda: self.graphs.bypassed(call.model))
         run_blame(self._config, self._args, host, registry, call, job, step_of)
+
+    def _diagnose(self, call: StepCall, step: int, failed: PrecisionMap) -> dict[str, Any]:
+        """Find out on the microbatches of a step what is to blame for an alarm. Returns the fields of the event."""
+        assert self._host is not None
+        assert self._registry is not None
+        step_of = self._host_step(self.graphs.without_graph(call), lambda: self.graphs.bypassed(call.model))
+        blame = guard_blame(self._config, self._args, self._host, self._registry, call, step_of, failed)
+        culprit = next(iter(blame.culprits), None) or blame.bug
+        named = "" if culprit is None else f"{culprit.linear}:{culprit.gemm}"
+        return {"verdict": blame.verdict, "why": blame.reason, "culprit": named, "seconds": blame.seconds}
 
     def _build(self, call: StepCall) -> Controller:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"

@@ -53,10 +53,16 @@ def blame_step(
     step: HostStep,
     place: Place,
     state: StateCheck = lambda _: nullcontext(),
+    *,
+    microbatches: int | None = None,
+    seconds: float = math.inf,
 ) -> Blame:
-    """Return the verdict about ``step``. Random states, gradients and data order are restored. Collective."""
+    """Return the verdict about ``step``. Random states, gradients and data order are restored. Collective.
+
+    ``microbatches`` and ``seconds``, after which no more suspects are tried, are those of :class:`Passes`.
+    """
     started = time.perf_counter()
-    passes = Passes(job, host, registry, step)
+    passes = Passes(job, host, registry, step, microbatches, seconds)
     with step.undisturbed():
         try:
             blame = _blame(passes, place, state)

@@ -1,6 +1,7 @@
 """Forwards and backwards over the microbatches of one step, in formats of choice, and what they did to the step."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ random tokens, at a loss of 8.2, eight bits alone raise it by .008."""
 
 ERRORS = 3.0
 """Number of standard errors by which a rise must exceed what is healthy."""
+
+ENOUGH_TOKENS = 32768
+"""Number of tokens of a step that a rank runs, at most, unless one microbatch has more."""
 
 Losses = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -78,10 +82,25 @@ class Rise:
 
 
 class Passes:
-    """Runs the passes. All methods but :meth:`forced` are collective."""
+    """Runs the passes. All methods but :meth:`forced` are collective.
 
-    def __init__(self, job: Job, host: Host, registry: LinearRegistry, step: HostStep) -> None:
+    They run on the first ``microbatches`` of the step, by default as many as have ENOUGH_TOKENS on a rank.
+    :attr:`is_late` is true after ``seconds``.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        host: Host,
+        registry: LinearRegistry,
+        step: HostStep,
+        microbatches: int | None = None,
+        seconds: float = math.inf,
+    ) -> None:
         self.job, self.host, self.registry, self.step = job, host, registry, step
+        enough = microbatches or max(1, ENOUGH_TOKENS // (host.tokens or ENOUGH_TOKENS))
+        self.microbatches = min(step.microbatches, -(-enough // host.pass_group) * host.pass_group)
+        self._deadline = time.monotonic() + seconds
         self.scale = 0.0  # from gradients of a pass to those of the mean loss
         self.tokens = 0.0  # of a pass over all ranks, known from its losses on
 
@@ -118,7 +137,15 @@ class Passes:
     def _prepare(self) -> None:
         self.job.numerics.start_pass()
         self.registry.start_step(self.step.step)
-        self.step.prepare(self.step.microbatches, self.step.sequences)
+        self.step.prepare(self.microbatches, self.step.sequences)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a rank has no more time."""
+        late = torch.tensor(int(time.monotonic() > self._deadline), dtype=torch.int32, device=self.host.device)
+        if dist.is_initialized():
+            dist.all_reduce(late, dist.ReduceOp.MAX)
+        return bool(late.item())
 
     # -- figures -----------------------------------------------------------------------------------------------
     def figures(self, result: PassResult) -> PassFigures:

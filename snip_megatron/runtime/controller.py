@@ -29,6 +29,9 @@ from snip_megatron.sensitivity.table import StatisticsTable
 Measure = Callable[[Sequence[PrecisionMap]], list[Rise] | Unmeasured]
 """Returns the rise of the loss under each map on a step's tokens, or why all ranks drop the update. Collective."""
 
+Diagnose = Callable[[int, PrecisionMap], Mapping[str, Any]]
+"""Returns the fields of an event about what is to blame for an alarm at a step, under a map. Collective."""
+
 _PATIENCE = 3
 """Number of dropped updates in a row from which on the time to the next try doubles."""
 
@@ -102,12 +105,17 @@ class Controller:
 
     # -- step boundary -----------------------------------------------------------------------------------------
     def before_step(
-        self, step: int, probe: Callable[[float], ProbeResult | Unmeasured], measure: Measure | None = None
+        self,
+        step: int,
+        probe: Callable[[float], ProbeResult | Unmeasured],
+        measure: Measure | None = None,
+        diagnose: Diagnose | None = None,
     ) -> None:
         """Run everything that precedes the 0-based ``train_step(step)``: adoptions and an update that are due.
 
         ``probe`` runs the probes of this step. Its argument is the factor by which clipping scaled the last gradient.
-        ``measure`` measures maps at this step. If it is None, they are adopted on their predictions.
+        ``measure`` measures maps at this step. If it is None, they are adopted on their predictions. ``diagnose`` finds
+        out what is to blame before the guard takes a map back.
         """
         self._sink.begin_step(step)
         if not self._started:
@@ -117,7 +125,7 @@ class Controller:
         while self._replay_steps and self._replay_steps[0] <= step:
             due = self._replay_steps.pop(0)
             self._adopt(step, self._channel.agree(self._coordinator.replay[due] if self._coordinator else None))
-        self._take_back(step)
+        self._take_back(step, diagnose)
         pending = self.state.pending
         if pending is not None and step >= pending.due:
             self._decide(step, pending, measure)
@@ -366,13 +374,21 @@ class Controller:
         self._say(f"step {step}: map {version} ({candidates[best].policy}{others}) {comparison.line(best)}")
         return comparison
 
-    def _take_back(self, step: int) -> None:
+    def _take_back(self, step: int, diagnose: Diagnose | None = None) -> None:
         """Adopt the last good map again if the guard raised an alarm, which is equal on all ranks."""
         alarm, self.state.alarm = self.state.alarm, None
         if alarm is None or self._guard is None:
             return
         started = time.perf_counter()
         failed = self._registry.current
+        self._say(
+            f"step {alarm.step}: {alarm.reason}: to find out what is to blame, give the job's command --load of a"
+            f" checkpoint before it and --snip-blame {alarm.step + 1}{self._map_argument()}"
+        )
+        if diagnose is not None:
+            self._event(step, "blame", alarm_step=alarm.step, version=failed.version, **diagnose(step, failed),
+                        wait_s=_since(started))  # fmt: skip
+            started = time.perf_counter()
         good = self._guard.state.good or PrecisionMap.uniform(self._registry.names, Format.BF16)
         good = self._channel.agree(good)
         self._guard.taken_back(failed)
@@ -380,6 +396,11 @@ class Controller:
         figures = {"back_to": good.version, "alarm_step": alarm.step, "loss": alarm.loss, "limit": alarm.limit}
         self._record_guard(step, "taken_back", failed.version, alarm.reason, **figures)
         self._adopt(step, good, started)
+
+    def _map_argument(self) -> str:
+        """Return the argument that names the file of the map in force, on rank 0. Empty if there is none."""
+        path = None if self._coordinator is None else self._coordinator.map_file()
+        return "" if path is None else f" --snip-map {path}"
 
     def _record_guard(self, step: int, action: str, version: int, reason: str, **fields: Any) -> None:
         """Record what the guard did with a map. Rank 0 prints it."""

@@ -70,6 +70,7 @@ class RankZeroCoordinator:
         self._flops = {row.name: row.flops for row in linears}
         self._static_map = static_map
         self._run = run
+        self._adopted_at: int | None = None
         self._unjudged = unjudged
         self._account = Account()
         if run is not None:  # the records of earlier jobs, of which one that cannot be read ends none
@@ -284,10 +285,18 @@ class RankZeroCoordinator:
 
     def record_adoption(self, step: int, precision_map: PrecisionMap) -> None:
         changed = self._adopted is None or self._adopted.choices != precision_map.choices
-        self._adopted = precision_map
+        self._adopted, self._adopted_at = precision_map, step
         self._account.adopted(step, precision_map.version, is_quantised(precision_map), changed=changed)
         if self._run is not None:
             self._run.write("maps", step, precision_map.to_json())
+
+    def map_file(self) -> Path | None:
+        """Return the file of the map in force. None without a run directory or a map."""
+        return (
+            None
+            if self._run is None or self._adopted_at is None
+            else self._run.path / "maps" / f"step_{self._adopted_at}.json"
+        )
 
     def close(self) -> None:
         """End the solver, close the run directory and call ``finished``."""

@@ -98,6 +98,8 @@ def find_culprits(
 
     def explained(restored: Sequence[Harm]) -> float:
         keys = frozenset((harm.linear, harm.gemm) for harm in restored)
+        if keys not in known and passes.is_late:
+            return 0.0
         if keys not in known:
             known[keys] = _share_of_rise(passes, keys, plain, rise)
             trials.append(Trial(len(keys), known[keys]))

@@ -184,7 +184,7 @@ FAULT_EVENTS = (
 """Kinds of events that report trouble. The report shows them first."""
 COSTS = (
     "compile", "probe", "collect", "times", "submit", "dropped", "postpone", "kept", "guard", "rise", "adopt",
-    "recapture",
+    "recapture", "blame",
 )  # fmt: skip
 """Kinds of events whose ``wait_s`` a training without SNIP would not have."""
 MAX_SCORES = 100

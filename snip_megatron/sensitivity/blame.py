@@ -192,6 +192,9 @@ class Blame(JsonFields):
                          f" in {culprit.format}{share}")  # fmt: skip
         if self.remedy is not None:
             lines.append(f"  remedy: {' '.join(self.remedy.pins)}")
+            if self.remedy.map is not None:
+                lines.append(f"  or --snip-map {self.remedy.map}; for Megatron's own formats: snip export --format"
+                             f" megatron --collapse {self.remedy.map} --out DIR")  # fmt: skip
         return "\n".join(lines)
 
 

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "launch": ("snip_megatron.tools.launch", "train a known configuration with torchrun, on one node or several"),
     "calibrate": ("snip_megatron.tools.calibrate", "measure how long GEMMs take on this GPU, for time budgets"),
     "report": ("snip_megatron.tools.report", "write the HTML report of a run directory"),
+    "blame": ("snip_megatron.tools.blame", "print whether rounding or a bug is to blame for a step, and how to ask"),
     "export": ("snip_megatron.tools.export", "write a map in the format of another tool"),
 }
 

@@ -1,0 +1,40 @@
+"""``snip blame RUN``: prints the verdicts of ``--snip-blame`` in a run directory, or the arguments that ask for one."""
+
+import argparse
+from pathlib import Path
+
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.run_data import read_config, read_events, read_metrics, step_files
+from snip_megatron.sensitivity.blame import Blame
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``snip blame``."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory (--snip-dir of a training or of a blame)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the verdicts, or the arguments of one. Returns 0. Raises SnipError if ``RUN`` is no run directory."""
+    path: Path = args.run
+    verdicts = sorted(path.glob("blame_*.json"), key=lambda file: (len(file.name), file.name))
+    for file in verdicts:
+        print(Blame.load(file).text(), f"  {file}", sep="\n")
+    if not verdicts:
+        print(f"<the job's own command, with --load of its checkpoints> {_arguments(path)}")
+    return 0
+
+
+def _arguments(path: Path) -> str:
+    """Return the arguments that blame the iteration at which a run went wrong."""
+    read_config(path)
+    metrics, alarms = (
+        list(read_metrics(path)),
+        [e for e in read_events(path) if e["event"] == "guard" and "alarm_step" in e],
+    )
+    broken = [each["step"] for each in metrics if each.get("loss") is None]
+    steps = [event["alarm_step"] for event in alarms[-1:]] or broken[:1] or [each["step"] for each in metrics[-1:]]
+    if not steps:
+        raise SnipError(f"{path}: the run has trained no step")
+    maps = {step: file for step, file in step_files(path, "maps").items() if step <= steps[0]}
+    in_force = f"--snip-map {maps[max(maps)]} " if maps else ""
+    return f"{in_force}--snip-blame {steps[0] + 1}"

@@ -1,0 +1,194 @@
+"""The training entry under ``--snip-blame``, which blames one step again for each fault that is planted from outside.
+
+``CASES`` names functions below, which plant a fault and return a function that takes it away. The verdicts are written
+to ``<case>.json`` in the folder.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from snip_megatron import pretrain_gpt
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.layers.weights import WeightCache
+from snip_megatron.megatron import setup
+from snip_megatron.megatron.state_check import _named, state_checked
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
+from snip_megatron.runtime.blame import Place, blame_step
+
+Changed = Iterator[None]
+LINEAR = "decoder.layers.1.mlp.linear_fc1"
+
+
+def main() -> int:
+    setup.run_blame = run_cases
+    return pretrain_gpt.main()
+
+
+def run_cases(
+    config: Any, args: Any, host: Any, registry: LinearRegistry, call: Any, job: Any, step_of: Any
+) -> NoReturn:
+    for case in os.environ["CASES"].split(","):
+        formats = {option_id(name, gemm): Format.FP8 for name in registry.names for gemm in Gemm}
+        formats |= {key: Format.FP4 for key in formats if case == "narrow" and key.startswith(LINEAR)}
+        of_case = dataclasses.replace(job, formats=PrecisionMap(choices=formats))
+        registry.adopt(of_case.formats)
+        with ExitStack() as stack:
+            if case in globals():
+                stack.enter_context(globals()[case](registry, call.model))
+            state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
+            blame = blame_step(of_case, host, registry, step_of(call), Place(1, None, Path.cwd()), state)
+        if dist.get_rank() == 0:
+            Path(f"{case}.json").write_text(blame.to_json())
+    dist.barrier()
+    raise SystemExit(0)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> Changed:
+    original = getattr(owner, name)
+    setattr(owner, name, wrapper(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def last_rank() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def rows(registry: LinearRegistry, model: Any) -> Any:
+    """A kernel leaves out the last rows of an input gradient, on one rank."""
+
+    def wrapper(multiply: Any) -> Any:
+        def faulty(self: Any, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Any = None) -> Any:
+            y = multiply(self, gemm, a, b, dtype, out)
+            if gemm is Gemm.DGRAD and last_rank() and self.name == "reference":
+                y[-3:] = 0
+            return y
+
+        return faulty
+
+    return replaced(GemmBackend, "multiply", wrapper)
+
+
+def stale(registry: LinearRegistry, model: Any) -> Any:
+    """The cache of quantised weights returns those before a step."""
+    handle = next(handle for handle in registry if handle.name == LINEAR)
+
+    def wrapper(get: Any) -> Any:
+        def faulty(self: Any, backend: Any, weights: Any, formats: Any, quantize: Any) -> Any:
+            if self is not handle.state.weights or backend.name != "reference":
+                return get(self, backend, weights, formats, quantize)
+            before, current = weights[0].data.clone(), weights[0].data
+            current.add_(torch.randn(current.shape, generator=torch.Generator().manual_seed(1)).to(current) * 2e-3)
+            pair = get(self, backend, [weights[0].detach().clone()], formats, quantize)
+            frozen = tuple(each._replace(tensor=each.tensor.clone()) for each in pair)
+            current.copy_(before)
+            return frozen
+
+        return faulty
+
+    return replaced(WeightCache, "get", wrapper)
+
+
+def lost(registry: LinearRegistry, model: Any) -> Any:
+    """The part of one rank is missing in the sums of row-parallel linears."""
+
+    def wrapper(collective: Any) -> Any:
+        def faulty(out: torch.Tensor, tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+            return collective(out, torch.zeros_like(tensor) if last_rank() else tensor, *args, **named)
+
+        return faulty
+
+    return replaced(dist, "reduce_scatter_tensor", wrapper)
+
+
+def raced(registry: LinearRegistry, model: Any) -> Any:
+    """One rank reads gathered tokens before the last of them have arrived."""
+
+    def wrapper(collective: Any) -> Any:
+        def faulty(out: torch.Tensor, tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+            work = collective(out, tensor, *args, **named)
+            if last_rank() and out.dim() == 3:
+                if work is not None:
+                    work.wait()
+                out[-2:] = 0
+            return work
+
+        return faulty
+
+    return replaced(dist, "all_gather_into_tensor", wrapper)
+
+
+@contextmanager
+def _changed(name: str, model: Any, change: Callable[[torch.Tensor], Any]) -> Changed:
+    parameter = dict(_named(model))[name]
+    before = parameter.data.clone()
+    if last_rank():
+        change(parameter.data)
+    try:
+        yield
+    finally:
+        parameter.data.copy_(before)
+
+
+def late(registry: LinearRegistry, model: Any) -> Any:
+    """Some rows of a weight are those of the step before."""
+    return _changed(LINEAR, model, lambda weight: weight[5:9].mul_(0.9))
+
+
+def unequal(registry: LinearRegistry, model: Any) -> Any:
+    """A norm differs on one rank."""
+    return _changed("decoder.layers.2.input_layernorm", model, lambda weight: weight.mul_(1.25))
+
+
+def outlier(registry: LinearRegistry, model: Any) -> Any:
+    """One channel of a norm is so large that the others of its tile vanish in 8 bits."""
+    norm = dict(_named(model))["decoder.layers.1.pre_mlp_layernorm"].data
+    weight = next(handle for handle in registry if handle.name == LINEAR).weight.data
+    before = norm.clone(), weight.clone()
+
+    @contextmanager
+    def planted() -> Changed:
+        norm[7] *= 2.0**20
+        weight[:, 7] /= 2.0**20
+        try:
+            yield
+        finally:
+            norm.copy_(before[0])
+            weight.copy_(before[1])
+
+    return planted()
+
+
+@contextmanager
+def offset(registry: LinearRegistry, model: Any) -> Changed:
+    """The first rows of an expert are given to the one before it, on one rank."""
+
+    def shift(module: Any, inputs: Any) -> Any:
+        hidden, counts, *others = inputs
+        counts = counts.clone()
+        if last_rank() and int(counts[1]) > 1:
+            counts[0] += 2
+            counts[1] -= 2
+        return (hidden, counts, *others)
+
+    layers = [
+        module for chunk in model for name, module in chunk.named_modules() if name.endswith("layers.1.mlp.experts")
+    ]
+    hooks = [layer.register_forward_pre_hook(shift) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

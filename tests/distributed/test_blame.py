@@ -1,0 +1,62 @@
+"""``--snip-blame`` through the real entry: planted faults and healthy steps on gloo ranks."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from launch import tiny_llama_args
+from warm_ranks import WarmRanks
+
+LINEAR = "decoder.layers.1.mlp.linear_fc1"
+EXPERTS = shlex.split(
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-layer-freq [0,1,1,0]"
+    " --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+)
+
+
+def verdicts(warm: WarmRanks, tmp: Path, ranks: int, cases: str, *layout: str) -> dict[str, dict[str, Any]]:
+    """Return the verdict of each case, all in one start."""
+    (tmp / "map.yaml").write_text("configs: {}\nmatchers: {}\n")  # every case brings a map
+    args = tiny_llama_args("--bf16", "--snip", "--snip-map", "map.yaml", "--snip-blame", "1", *layout, iters=3)
+    done = warm.succeed(ranks, args, module="blamed_pretrain", env={"CASES": cases}, tmp=tmp)
+    assert "Traceback" not in done.stderr
+    return {case: json.loads((tmp / f"{case}.json").read_text()) for case in cases.split(",")}
+
+
+def test_faults_of_tensor_parallel_ranks(warm: WarmRanks, tmp_path: Path) -> None:
+    cases = "healthy,narrow,outlier,rows,stale,lost,raced,late,unequal,again"
+    layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer"]
+    found = verdicts(warm, tmp_path, 2, cases, *layout)
+    assert {case: each["verdict"] for case, each in found.items()} == {
+        **dict.fromkeys(("healthy", "again"), "not_precision"),
+        **dict.fromkeys(("narrow", "outlier"), "rounding"),
+        **dict.fromkeys(("rows", "stale", "lost", "raced", "late", "unequal"), "bug"),
+    }
+    assert {**found["healthy"], "seconds": 0} == {**found["again"], "seconds": 0}
+    for case in ("narrow", "outlier"):
+        assert found[case]["culprits"][0]["linear"] == LINEAR
+        assert found[case]["culprits"][0]["confirmed"]
+    bugs = {case: each["bug"] for case, each in found.items() if each["bug"]}
+    assert {case: (bug["kind"], bug["linear"], bug["rank"]) for case, bug in bugs.items()} == {
+        "rows": ("gemm", "decoder.layers.3.mlp.linear_fc2", 1),
+        "stale": ("gemm", LINEAR, 0),
+        "lost": ("reduction", "decoder.layers.0.self_attention.linear_proj", 1),
+        "raced": ("gather", "decoder.layers.0.self_attention.linear_qkv", 1),
+        "late": ("parameter", LINEAR, 1),
+        "unequal": ("replica", "decoder.layers.2.input_layernorm", 1),
+    }
+    assert bugs["rows"]["gemm"] == "dgrad"
+    assert "rows 125-127" in bugs["rows"]["where"]
+    assert "rows 5-8" in bugs["late"]["where"]
+    assert all(bug["host"] for bug in bugs.values())
+    assert Path(tmp_path / bugs["rows"]["inputs"]).exists()
+    assert not list(tmp_path.rglob("iter_*"))  # nothing is saved
+
+
+def test_rows_of_experts(warm: WarmRanks, tmp_path: Path) -> None:
+    found = verdicts(warm, tmp_path, 2, "healthy,offset", *EXPERTS, "--micro-batch-size", "1")
+    assert found["healthy"]["verdict"] == "not_precision"
+    assert found["offset"]["bug"]["kind"] == "experts"
+    assert (found["offset"]["bug"]["linear"], found["offset"]["bug"]["rank"]) == ("decoder.layers.1.mlp.experts", 1)
+    assert found["offset"]["bug"]["expert"] == 2
