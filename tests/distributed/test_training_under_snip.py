@@ -14,6 +14,7 @@ from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics
+from snip_megatron.sensitivity.blame import Blame
 from snip_megatron.sensitivity.table import StatisticsTable
 
 STEPS, SAVED = 13, 9
@@ -113,15 +114,21 @@ def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(warm: War
 
 
 def test_the_map_is_taken_back_and_the_next_must_promise_more(warm: WarmRanks, tmp_path: Path) -> None:
-    """An injected loss spike takes the map back, on all ranks at one step.
+    """An injected loss spike takes the map back, on all ranks at one step, after it was found that the map did no harm.
 
     Resumed runs take it back at the same step: tests/unit/runtime/test_controller_guard.py. A replay has no guard: it
     adopts what was recorded.
     """
     run, when = tmp_path / "run", "--snip-first-update 10 --snip-update-interval 9 --snip-guard-steps 6"
-    args = arguments(run, *when.split(), "--pipeline-model-parallel-size", "2", "--num-layers", "2", steps=24)
+    args = arguments(
+        run, *when.split(), "--snip-guard-blame", "--pipeline-model-parallel-size", "2", "--num-layers", "2", steps=24
+    )
     spikes = {"SPIKES": "16,19"}  # the map is adopted at 14; figures of 18 arrive after 19
-    warm.succeed(2, args, module="altered_pretrain", env=spikes, tmp=tmp_path / "ranks", timeout=200)
+    done = warm.succeed(2, args, module="altered_pretrain", env=spikes, tmp=tmp_path / "ranks", timeout=200)
+    (blamed,) = events(run, "blame")
+    assert (blamed["step"], blamed["alarm_step"], blamed["verdict"]) == (20, 18, "not_precision")
+    assert Blame.load(run / "blame_21.json").verdict == "not_precision"
+    assert f"--snip-blame 19 --snip-map {run / 'maps' / 'step_14.json'}" in done.stdout
     guards = events(run, "guard")
     assert [(event["step"], event["action"]) for event in guards] == [(20, "taken_back"), (23, "refused")]
     assert guards[0]["alarm_step"] == 18
