@@ -13,6 +13,7 @@ def test_the_verdict_or_the_arguments_of_one(tmp_path: Path, capsys: pytest.Capt
     for step in (9, 37):
         blame = Blame(step, None, "snip", "fp8", "not_precision", "it is the data", {"bf16": PassFigures(2.0, True)})
         (tmp_path / f"blame_{step}.json").write_text(blame.to_json())
+    (tmp_path / "blame_37_map.json").write_text("{}")  # the map of a remedy
     assert main(["blame", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.index("step 9: not precision") < out.index("step 37: not precision")
