@@ -23,6 +23,9 @@ BOUND = {4: 29.0, 8: 32.0, 16: 40.0}
 """Bits of a GEMM's format → least signal to noise ratio in dB of any row or column of a correct result, against the
 reference of the same inputs."""
 
+GATHERED = 100.0
+"""Least signal to noise ratio in dB of gathered tokens, which are copies."""
+
 FLOOR = 1e-2
 """Rows and columns whose mean square is below this share of the matrix's are judged as if they had this share."""
 
@@ -133,6 +136,19 @@ class KernelCheck:
         )  # fmt: skip
         tensors = {"left": left, "right": right, "result": result, "reference": reference}
         self.note(LocalFault(order, fault, tensors | {"formats": (str(left_spec.formats), str(right_spec.formats))}))
+
+    def on_gather(self, product: Product, x: Tensor) -> None:
+        """Compare the tokens that a linear has gathered with another gather of them. Collective."""
+        handle, expected = product.handle, product.x()
+        compared = difference(expected, x, GATHERED)
+        if compared is None or compared.sqnr >= GATHERED:
+            return
+        fault = Fault(
+            "gather", handle.name, Gemm.FPROP.value, handle.expert, rank(), socket.gethostname(), "", (),
+            f"{compared.where} of the gathered input", compared.sqnr, GATHERED,
+        )  # fmt: skip
+        call = self._calls[handle.name, handle.expert, Gemm.FPROP]
+        self.note(LocalFault((call, 0, handle.state.position, -1), fault))
 
     def note(self, fault: LocalFault) -> None:
         """Keep a fault if it is the first of this rank in execution order."""

@@ -42,7 +42,7 @@ def test_faults_of_tensor_parallel_ranks(warm: WarmRanks, tmp_path: Path) -> Non
         "rows": ("gemm", "decoder.layers.3.mlp.linear_fc2", 1),
         "stale": ("gemm", LINEAR, 0),
         "lost": ("reduction", "decoder.layers.0.self_attention.linear_proj", 1),
-        "raced": ("gemm", "decoder.layers.0.self_attention.linear_qkv", 1),
+        "raced": ("gather", "decoder.layers.0.self_attention.linear_qkv", 1),
         "late": ("parameter", LINEAR, 1),
         "unequal": ("parameter", "decoder.layers.2.input_layernorm", 1),
     }
