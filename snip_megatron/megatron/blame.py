@@ -20,6 +20,7 @@ from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import MegatronStep, StepCall
 from snip_megatron.megatron.startup import say
 from snip_megatron.megatron.state_check import state_checked
+from snip_megatron.megatron.validate import sharding
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.blame import write_blame_page
@@ -36,12 +37,15 @@ from snip_megatron.sensitivity.blame import Blame, Checkpoint, Remedy
 def prepare_blame(config: SnipConfig, args: argparse.Namespace) -> None:
     """Let the job load the last checkpoint before the first step, and write nothing of its own.
 
-    Raises SnipError if there is no such checkpoint.
+    Raises SnipError if there is no such checkpoint, or if the job cannot be blamed.
     """
     steps = blamed_steps(config)
     if compat.batch_size_ramp(args) is not None:
         raise SnipError(f"--snip-blame cannot be combined with {compat.batch_size_ramp(args)}: microbatches before the"
                         " step would be counted wrongly")  # fmt: skip
+    if (sharded := sharding(args)) is not None:
+        raise SnipError(f"--snip-blame cannot be combined with {sharded}, which shards the weights of a linear;"
+                        " load the checkpoint without it")  # fmt: skip
     args.snip_blame_folder = config.dir or (str(Path(args.save) / "snip") if args.save else None)
     args.save = args.tensorboard_dir = None
     args.wandb_project = ""

@@ -127,9 +127,13 @@ def _verdict(
         )
     if suspects.reason is not None:
         return ROUNDING, suspects.reason
+    kernels = "kernels are correct"
+    if suspects.uncompared:
+        first, count = suspects.uncompared[0], len(suspects.uncompared)
+        kernels = f"kernels are correct, but for {count} linears that are not compared (grouped experts; {first})"
     return NOT_PRECISION, (
-        f"rounding changes the loss by {rise.mean:.2g} nats, which is healthy in these formats, and kernels are"
-        " correct: look at the data, the learning rate and the model"
+        f"rounding changes the loss by {rise.mean:.2g} nats, which is healthy in these formats, and {kernels}: look at"
+        " the data, the learning rate and the model"
     )
 
 

@@ -52,6 +52,12 @@ class Suspects:
         )  # fmt: skip
 
     @property
+    def uncompared(self) -> list[str]:
+        """Linears with a quantised GEMM whose kernels no rank has compared with the reference."""
+        missing = (each for each in self.harm if each.format != Format.BF16.value and each.sqnr_of_kernel is None)
+        return sorted({each.linear for each in missing})
+
+    @property
     def reason(self) -> str | None:
         """What is unhealthy, in words. None if nothing is."""
         if not self.harmed:

@@ -12,6 +12,7 @@ from llama_arguments import DEFAULTS, EXPERTS, arguments, check, linears, megatr
 from megatron.core.transformer.enums import CudaGraphModule
 
 from snip_megatron.megatron import validate
+from snip_megatron.megatron.blame import prepare_blame
 from snip_megatron.megatron.validate import CONFLICTS, cut_tiles
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.errors import SnipError
@@ -341,3 +342,9 @@ def test_a_pattern_of_layers_of_experts_fits_the_decoder() -> None:
         args.moe_layer_freq = pattern
         with pytest.raises(SnipError, match=words):
             validate.check_layers_of_experts(args)
+
+
+def test_a_blame_refuses_sharded_weights_and_growing_batches() -> None:
+    for given, words in ((FULLY_SHARDED, "--use-megatron-fsdp"), ({"rampup_batch_size": [4, 4, 64]}, "--rampup")):
+        with pytest.raises(SnipError, match=f"--snip-blame cannot be combined with {words}"):
+            prepare_blame(config(blame="1"), arguments(load=None, **given))
