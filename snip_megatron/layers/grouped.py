@@ -70,7 +70,7 @@ class GroupedCall(NamedTuple):
         """How X is quantised for fprop and wgrad."""
         fprop, _, wgrad = self.formats
         saved = wgrad if self.linear.has_backward else None
-        return OperandSpec(fprop, saved, rotation=_rotation(self.linear.handle, wgrad))
+        return OperandSpec(fprop, saved, rotation=transform_of(self.linear.handle, wgrad))
 
     def check(self) -> None:
         """Raise SnipError if a backward cannot follow the forward."""
@@ -223,10 +223,10 @@ def gradient_spec(call: GroupedCall, g: Tensor) -> OperandSpec:
     """Return how G [rows, N], or a tensor of as many rows, is quantised. It is called once in each backward."""
     _, dgrad, wgrad = call.formats
     keys = gradient_keys(call.linear, g, dgrad, wgrad)
-    return OperandSpec(dgrad, wgrad, keys=keys, rotation=_rotation(call.linear.handle, wgrad))
+    return OperandSpec(dgrad, wgrad, keys=keys, rotation=transform_of(call.linear.handle, wgrad))
 
 
-def _rotation(handle: LinearHandle, wgrad: Format) -> Rotation | None:
+def transform_of(handle: LinearHandle, wgrad: Format) -> Rotation | None:
     """Return the transform of an operand of wgrad, or None if its format has no Hadamard transform."""
     if wgrad not in ROTATED:
         return None

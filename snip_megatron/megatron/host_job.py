@@ -27,8 +27,8 @@ from snip_megatron.numerics.products.host_recipe import HostRecipe
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format, Formats, Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.runtime.blame_passes import Job
+from snip_megatron.runtime.exact_products import Product, Watcher
 from snip_megatron.runtime.recipe_numerics import RecipeNumerics
-from snip_megatron.runtime.watched import Product, Watcher
 
 BOUND = {4: 8.0, 8: 26.0, 16: 36.0}
 """Bits → least signal to noise ratio in dB. Norms inside a module are quantised without a rounding to bf16, fprop

@@ -130,7 +130,7 @@ def _verdict(
     kernels = "kernels are correct"
     if suspects.uncompared:
         first, count = suspects.uncompared[0], len(suspects.uncompared)
-        kernels = f"kernels are correct, but for {count} linears that are not compared (grouped experts; {first})"
+        kernels = f"kernels are correct, but for {count} linears that were not compared ({first})"
     return NOT_PRECISION, (
         f"rounding changes the loss by {rise.mean:.2g} nats, which is healthy in these formats, and {kernels}: look at"
         " the data, the learning rate and the model"

@@ -13,7 +13,7 @@ from torch import Tensor
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.numerics.products.host_recipe import DelayedScale, HostRecipe, RecipeGemms, ScaleOf
 from snip_megatron.numerics.quantize.operands import ExactOperand
-from snip_megatron.runtime.watched import ExactBackend
+from snip_megatron.runtime.exact_products import ExactBackend
 
 Histories = Callable[[LinearHandle, int, str], tuple[Tensor, Tensor]]
 """Returns the history of amaxes and the scale with which the step begins, for a linear, the index of its expert on this

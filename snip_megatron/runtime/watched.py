@@ -7,175 +7,23 @@ kernels. Training itself knows nothing of this module.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from snip_megatron.layers import swiglu
-from snip_megatron.layers.autograd import LinearCall, PrequantizedTensor, QuantizedLinear, gradient_keys
-from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.numerics.products.backend import FlatOperand, GemmBackend, UnquantizedOperand, matrix
+from snip_megatron.layers.autograd import LinearCall, PrequantizedTensor, QuantizedLinear
+from snip_megatron.layers.context import StepContext
+from snip_megatron.layers.grouped import GroupedLinear
+from snip_megatron.numerics.products.backend import FlatOperand, GemmBackend, matrix
 from snip_megatron.numerics.products.grouped import GroupLoop
-from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
-from snip_megatron.numerics.quantize.reference import fake_quantize
+from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
 from snip_megatron.numerics.quantize.swiglu import swiglu as plain_swiglu
 from snip_megatron.numerics.quantize.swiglu import swiglu_gradient as plain_gradient
 from snip_megatron.precision import Format, Formats, Gemm
-
-_all_gather = dist.all_gather  # what a job replaces later is not what checks it
-
-
-class ExactBackend(GemmBackend):
-    """The reference's numerics, by functions that the job's backends do not use: torch's quantisers, FP32 products."""
-
-    name = "exact"
-
-    def of(self, handle: LinearHandle, *, after_backward: bool = False) -> "ExactBackend":
-        """Return the numerics of one linear. ``after_backward`` says that its backward has been counted already."""
-        return self
-
-    def start_pass(self) -> None:
-        """Forget what an earlier pass left."""
-
-    def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
-        row, col = (
-            None if fmt is None else UnquantizedOperand(x, axis, spec)
-            for fmt, axis in zip(spec.formats, (1, 0), strict=True)
-        )
-        return row, col
-
-    def numbers(self, operand: UnquantizedOperand) -> Tensor:
-        """Return the numbers that the GEMM multiplies, in FP32."""
-        if operand.format is Format.BF16:
-            return operand.tensor.float()
-        x, options = operand.spec.quantizer_arguments(operand.tensor, operand.axis)
-        return fake_quantize(x, **options)
-
-    def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        left, right = self.numbers(a), self.numbers(b)
-        product = {Gemm.FPROP: lambda: left @ right.t(), Gemm.DGRAD: lambda: left @ right}.get(
-            gemm, lambda: left.t() @ right
-        )()
-        return product.to(dtype) if out is None else out.add_(product)
-
-    def forward(self, x: Tensor, w: Any, spec: OperandSpec) -> tuple[Tensor, FlatOperand | None]:
-        return GEMM_METHODS[0](self, x, w, spec)  # type: ignore[no-any-return]
-
-    def backward(self, g: Tensor, w: Any, x: FlatOperand, spec: OperandSpec, out: Tensor | None) -> Any:
-        return GEMM_METHODS[1](self, g, w, x, spec, out)
-
-    def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
-        return _ExactGroups(self.quantize, self.multiply)
-
-
-GEMM_METHODS: Any = GemmBackend.forward, GemmBackend.backward
-
-
-class _ExactGroups(GroupLoop):
-    """The loop over experts, by functions that were bound when this module was imported."""
-
-    quantize_rows, quantize_weights = GroupLoop.quantize_rows, GroupLoop.quantize_weights
-    multiply, accumulate = GroupLoop.multiply, GroupLoop.accumulate
-
-
-EXACT = ExactBackend()
-
-
-class Product:
-    """One linear in one microbatch: its inputs, as autograd passed them.
-
-    Attributes:
-        formats: Formats of (fprop, dgrad, wgrad) of the job.
-        weight: The local shard of the weight, from the parameter.
-        g: G [T, N] with all tokens. None in the forward.
-        expert: Index of the expert among those of this rank. None if there is none.
-        is_partial: Whether the result of fprop of a row-parallel linear is that before the sum over ranks.
-    """
-
-    is_partial = True
-
-    def __init__(self, call: LinearCall, x: Tensor, weight: Tensor, formats: Formats) -> None:
-        self.call, self.formats, self.weight = call, formats, weight.detach()
-        self.g: Tensor | None = None
-        self._x = x
-        self._g_spec: OperandSpec | None = None
-
-    @property
-    def handle(self) -> LinearHandle:
-        return self.call.handle
-
-    def x(self) -> Tensor:
-        """Return X [T, K] with all tokens. Collective of tensor parallel ranks under sequence parallelism."""
-        x = self._x
-        if isinstance(x, PrequantizedTensor):
-            x = x.source()  # type: ignore[attr-defined]
-        return matrix(_gathered(x, self.call.tp_group) if self.call.sequence_parallel else x.detach())
-
-    def start_backward(self, g: Tensor) -> None:
-        """Note G. Collective of tensor parallel ranks as :meth:`x`."""
-        call = self.call
-        if isinstance(g, PrequantizedTensor):
-            g = g.source()  # type: ignore[attr-defined]
-        g = matrix(_gathered(g, call.tp_group) if call.reduce_scatter else g.detach()).contiguous()
-        _, dgrad, wgrad = self.formats
-        keys = gradient_keys(call, g, dgrad, wgrad)
-        self.g = g
-        self._g_spec = self.handle.spec("g", g, dgrad, wgrad, keys)
-
-    def operands(self, gemm: Gemm, formats: Formats | None = None) -> list[tuple[Tensor, OperandSpec, int]]:
-        """Return both matrices of a GEMM, how each is quantised, and which dimension the GEMM reduces over.
-
-        ``formats`` replaces those of the job.
-        """
-        fprop, dgrad, wgrad = formats or self.formats
-        handle, g_spec = self.handle, self._g_spec
-        if formats is not None and self.g is not None:
-            g_spec = OperandSpec(dgrad, wgrad)
-        if gemm is Gemm.FPROP:
-            x = self.x()
-            return [(x, handle.spec("x", x, fprop, None), 1), (self.weight, self._weight_spec(fprop, None), 1)]
-        assert self.g is not None
-        assert g_spec is not None
-        if gemm is Gemm.DGRAD:
-            return [(self.g, g_spec, 1), (self.weight, self._weight_spec(None, dgrad), 0)]
-        x = self.x()
-        return [(self.g, g_spec, 0), (x, handle.spec("x", x, None, wgrad), 0)]
-
-    def _weight_spec(self, fprop: Format | None, dgrad: Format | None) -> OperandSpec:
-        return self.handle.spec("w", self.weight, fprop, dgrad)
-
-    def exact(self, gemm: Gemm, numerics: GemmBackend, formats: Formats | None = None) -> Tensor:
-        """Return the product by the reference's numerics, in FP32."""
-        return self.multiplied(gemm, self.operands(gemm, formats), numerics)
-
-    def multiplied(
-        self, gemm: Gemm, operands: Sequence[tuple[Tensor, OperandSpec, int]], numerics: GemmBackend
-    ) -> Tensor:
-        """Do the same for ``operands``, which :meth:`operands` has returned."""
-        left, right = (numerics.quantize(x, spec)[1 - axis] for x, spec, axis in operands)
-        return numerics.multiply(gemm, left, right, torch.float32)
-
-
-def _gathered(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the token shards of all ranks along dimension 0, by another collective than the linears use."""
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    _all_gather(parts, x.detach().contiguous(), group=group)
-    return torch.cat(parts)
-
-
-class Watcher(Protocol):
-    """Receives the GEMMs of a pass."""
-
-    def formats_of(self, handle: LinearHandle) -> Formats:
-        """Return the formats of the job."""
-
-    def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
-        """Compare a result. That of wgrad has been added to ``before``, if given."""
-
-    def on_backward(self, product: Product) -> None:
-        """Note a finished backward."""
+from snip_megatron.runtime.exact_products import Product, Watcher
+from snip_megatron.runtime.watched_experts import UnfusedGroups, watched_functions
 
 
 class _WatchedBackend(GemmBackend):
@@ -222,7 +70,7 @@ class _WatchedBackend(GemmBackend):
         return d, grad_weight
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
-        return self.inner.grouped(n, k, dtype)
+        return UnfusedGroups(self.inner.grouped(n, k, dtype))  # type: ignore[return-value]
 
 
 @contextmanager
@@ -254,6 +102,9 @@ def watched(context: StepContext, watcher: Watcher) -> Iterator[None]:
         stack.callback(setattr, context, "backend", inner)
         context.backend = backend
         _replace(stack, QuantizedLinear, forward=staticmethod(forward), backward=staticmethod(backward))
+        library = inner.products or inner.name
+        experts = GroupedLinear.forward, GroupedLinear.backward
+        _replace(stack, GroupedLinear, **watched_functions(watcher, library, *experts))
         _keep_sources(stack)
         yield
 
