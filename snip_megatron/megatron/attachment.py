@@ -47,6 +47,7 @@ SHARED_ARGUMENTS = (
     *("recompute_granularity", "recompute_method", "recompute_modules", "recompute_num_layers", "tp_comm_overlap"),
     *("defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm", "finetune", "ckpt_format", "ckpt_step"),
     *("non_persistent_ckpt_type", "mock_data", "sft", "dataloader_inter_document_masking", "snip_recipe"),
+    *("fp8", "fp4", "disable_parameter_transpose_cache"),
 )
 """Megatron's arguments that SNIP reads and that must be equal on all ranks."""
 

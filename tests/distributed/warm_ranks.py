@@ -5,6 +5,7 @@ variables. :class:`WarmRanks` starts the server below (``python -m warm_ranks``)
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -158,6 +159,7 @@ class ForkedSolver(subprocess.Popen[bytes]):
                 os.closerange(3, 1 << 16)  # the rank's connections end with the rank
                 os.environ.clear()
                 os.environ.update(env)
+                gc.freeze()  # what the rank holds is not this process's to destroy
                 code = solving.main(*command[-2:])
             except BaseException:
                 traceback.print_exc()

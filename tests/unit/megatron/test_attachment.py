@@ -72,6 +72,11 @@ MAY_DIFFER = {
         "snip_budget",
         "snip_gemm",
         "snip_timings",
+        "snip_map",
+        "snip_blame",
+        "snip_blame_folder",
+        "snip_host_recipe",
+        "fake_process_group",
         "optimizer_cuda_graph",
         "use_checkpoint_args",
     ),  # compared otherwise, or refused

@@ -55,6 +55,9 @@ class Script:
     phases: list[PhasedRequest | None] = field(default_factory=list)
     tables: list[StatisticsTable] = field(default_factory=list)
 
+    def map_file(self) -> None:
+        return None
+
     def submit(self, step: int, table: StatisticsTable, version: int, phases: PhasedRequest | None = None) -> float:
         assert table.step == step
         self.submitted.append((step, version))
