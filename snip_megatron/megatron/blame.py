@@ -18,6 +18,7 @@ import torch.distributed as dist
 from snip_megatron.layers.registry import LinearRegistry, load_map
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import MegatronStep, StepCall
+from snip_megatron.megatron.run_record import run_folder
 from snip_megatron.megatron.startup import say
 from snip_megatron.megatron.state_check import state_checked
 from snip_megatron.megatron.validate import sharding
@@ -46,7 +47,7 @@ def prepare_blame(config: SnipConfig, args: argparse.Namespace) -> None:
     if (sharded := sharding(args)) is not None:
         raise SnipError(f"--snip-blame cannot be combined with {sharded}, which shards the weights of a linear;"
                         " load the checkpoint without it")  # fmt: skip
-    args.snip_blame_folder = config.dir or (str(Path(args.save) / "snip") if args.save else None)
+    args.snip_blame_folder = run_folder(config, args)
     args.save = args.tensorboard_dir = None
     args.wandb_project = ""
     if not args.load:
@@ -91,8 +92,8 @@ def run_blame(
     ``call`` is the first training step after loading, and ``step_of`` makes a host's step of it.
     """
     channel = MapChannel(registry.names, host.device)
-    folder = on_rank_zero(lambda: args.snip_blame_folder or tempfile.mkdtemp(prefix="snip-blame-"))
-    folder = Path(channel.agree(folder or ""))
+    chosen = on_rank_zero(lambda: str(args.snip_blame_folder or tempfile.mkdtemp(prefix="snip-blame-")))
+    folder = Path(channel.agree(chosen or ""))
     checkpoint = Checkpoint(str(args.load), call.step) if call.step else None
     for iteration in blamed_steps(config):
         skipped = iteration - 1 - call.step
@@ -128,14 +129,14 @@ def guard_blame(
 
     The weights are those that the alarm left, and the microbatches the next ones.
     """
-    root = config.dir or (str(Path(args.save) / "snip") if args.save else tempfile.gettempdir())
+    root = run_folder(config, args) or Path(tempfile.gettempdir())
     job = Job("snip", describe(failed, registry.names), failed)
     state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
     blame = blame_step(
-        job, host, registry, step, Place(call.step + 1, None, Path(root)), state,
+        job, host, registry, step, Place(call.step + 1, None, root), state,
         microbatches=config.probe_microbatches, seconds=GUARD_SECONDS,
     )  # fmt: skip
-    on_rank_zero(lambda: publish(blame, failed, Path(root)))
+    on_rank_zero(lambda: publish(blame, failed, root))
     return blame
 
 

@@ -27,7 +27,7 @@ from snip_megatron.numerics.products.host_recipe import HostRecipe
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format, Formats, Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.runtime.blame_passes import Job
-from snip_megatron.runtime.exact_products import Product, Watcher
+from snip_megatron.runtime.exact_products import Product, Watcher, of_ranks
 from snip_megatron.runtime.recipe_numerics import RecipeNumerics
 
 BOUND = {4: 8.0, 8: 26.0, 16: 36.0}
@@ -299,8 +299,7 @@ class _TeProduct(Product):
         left, right = (self._numbers(name, *each) for name, each in zip(names, operands, strict=True))
         product = left.t() @ right if gemm is Gemm.WGRAD else left @ (right.t() if gemm is Gemm.FPROP else right)
         if gemm is self._summed:
-            parts = [torch.empty_like(product) for _ in range(dist.get_world_size(self.handle.tp_group))]
-            dist.all_gather(parts, product.contiguous(), group=self.handle.tp_group)
+            parts = of_ranks(product, self.handle.tp_group)
             product = torch.stack(parts).sum(0)
             if self._shards:
                 product = product.chunk(len(parts))[dist.get_rank(self.handle.tp_group)]

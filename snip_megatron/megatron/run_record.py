@@ -26,6 +26,13 @@ from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.timing.table import NoTableError, load_table, packaged_table
 
 
+def run_folder(config: SnipConfig, args: argparse.Namespace) -> Path | None:
+    """Return ``--snip-dir``, or ``<save>/snip``. None if neither is given."""
+    if config.dir is not None:
+        return Path(config.dir)
+    return Path(args.save) / "snip" if args.save else None
+
+
 def open_run_directory(
     config: SnipConfig,
     args: argparse.Namespace,
@@ -40,10 +47,10 @@ def open_run_directory(
     ``backend`` is the name of the GEMM backend, and ``stays`` has a line for each kind of linear that stays in bf16.
     Raises SnipError if the directory cannot be used.
     """
-    if config.dir is None and not args.save:
+    path = run_folder(config, args)
+    if path is None:
         say("no run directory: give --snip-dir (or --save) to keep events, maps and a report")
         return None
-    path = Path(config.dir) if config.dir is not None else Path(args.save) / "snip"
     if config.replay is not None and path.resolve() == Path(config.replay).resolve():
         raise SnipError(
             f"--snip-replay {config.replay}: this run would write its record over the one it replays; choose another"

@@ -256,18 +256,15 @@ class SnipRun:
         with _between_steps(call.step, "start"):
             controller = self._controller or self._build(call)
 
-        def host_step() -> MegatronStep:
-            return self._host_step(self.graphs.without_graph(call), lambda: self.graphs.bypassed(call.model))
-
         def probe(clip: float) -> ProbeResult | Unmeasured:
             assert self._probes is not None
             if not torch.cuda.is_available():
                 say(f"step {call.step}: an update begins with a probe, which takes a while on a CPU")
-            return self._probes.measure(host_step(), clip, controller.state.sequences)
+            return self._probes.measure(self._step_without_graphs(call), clip, controller.state.sequences)
 
         def measure(maps: Sequence[PrecisionMap]) -> list[Rise] | Unmeasured:
             assert self._probes is not None
-            return self._probes.measure_maps(host_step(), maps, controller.state.sequences)
+            return self._probes.measure_maps(self._step_without_graphs(call), maps, controller.state.sequences)
 
         with _between_steps(call.step, "adoption"):
             diagnose = functools.partial(self._diagnose, call) if self._config.guard_blame else None
@@ -302,6 +299,10 @@ class SnipRun:
         assert self._host is not None
         return MegatronStep(call, self._args, self._host.groups, around)
 
+    def _step_without_graphs(self, call: StepCall) -> MegatronStep:
+        """Return the step whose passes run outside of CUDA graphs."""
+        return self._host_step(self.graphs.without_graph(call), lambda: self.graphs.bypassed(call.model))
+
     def _make_host(self, call: StepCall) -> Host:
         """Make the host, and tell linears their places in its groups."""
         registry = self._registry
@@ -327,16 +328,14 @@ class SnipRun:
             in_force = map_of_job(self._config, registry, host.device, saved)
             registry.adopt(in_force)
             job = Job("snip", describe(in_force, registry.names), in_force)
-        call = self.graphs.without_graph(call)
-        step_of = functools.partial(self._host_step, around=lambda: self.graphs.bypassed(call.model))
-        run_blame(self._config, self._args, host, registry, call, job, step_of)
+        run_blame(self._config, self._args, host, registry, call, job, self._step_without_graphs)
 
     def _diagnose(self, call: StepCall, step: int, failed: PrecisionMap) -> dict[str, Any]:
         """Find out on the microbatches of a step what is to blame for an alarm. Returns the fields of the event."""
         assert self._host is not None
         assert self._registry is not None
-        step_of = self._host_step(self.graphs.without_graph(call), lambda: self.graphs.bypassed(call.model))
-        blame = guard_blame(self._config, self._args, self._host, self._registry, call, step_of, failed)
+        host_step = self._step_without_graphs(call)
+        blame = guard_blame(self._config, self._args, self._host, self._registry, call, host_step, failed)
         culprit = next(iter(blame.culprits), None) or blame.bug
         named = "" if culprit is None else f"{culprit.linear}:{culprit.gemm}"
         return {"verdict": blame.verdict, "why": blame.reason, "culprit": named, "seconds": blame.seconds}

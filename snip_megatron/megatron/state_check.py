@@ -22,11 +22,11 @@ from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
 from snip_megatron.numerics.products.backend import matrix
+from snip_megatron.runtime.exact_products import of_ranks
 from snip_megatron.runtime.gemm_check import KernelCheck, LocalFault, difference, rank
 from snip_megatron.sensitivity.blame import Fault
 from snip_megatron.sensitivity.reduction import ProbeGroups
 
-_all_gather = dist.all_gather  # what a job replaces later is not what checks it
 _SUM_BOUND, _CAST_BOUND = 30.0, 100.0
 """Least signal to noise ratios in dB of a sum over ranks in bf16, and of a cast, which is exact."""
 _FIRST = -1  # before all products of a step
@@ -75,15 +75,15 @@ def _named(model: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Paramet
 
 def _check_cast(optimizer: Any, name: str, parameter: torch.nn.Parameter, order: int, check: KernelCheck) -> None:
     """Compare a parameter with the cast of the optimizer's main parameter, where this rank has it."""
-    found = compat.main_parameter(optimizer, parameter)
-    if found is None:
+    shard = compat.main_parameter(optimizer, parameter)
+    if shard is None:
         return
-    main, start, end = found
+    main, start, end = shard
     shape = parameter.shape if end - start == parameter.numel() else (end - start, 1)
-    own = parameter.detach().reshape(-1)[start:end].view(shape)
-    main = main.detach().reshape(-1).to(own.dtype).view(shape)
+    model_shard = parameter.detach().reshape(-1)[start:end].view(shape)
+    main = main.detach().reshape(-1).to(model_shard.dtype).view(shape)
     rows = shape[0]
-    compared = difference(main.reshape(rows, -1), own.reshape(rows, -1), _CAST_BOUND)
+    compared = difference(main.reshape(rows, -1), model_shard.reshape(rows, -1), _CAST_BOUND)
     if compared is not None and compared.sqnr < _CAST_BOUND:
         figures = {"sqnr": compared.sqnr, "bound": _CAST_BOUND}
         _note(check, (_FIRST, 0, order), "parameter", name, f"{compared.where} are not the main parameter's", **figures)
@@ -104,9 +104,7 @@ def _check_replicas(
     ):
         if not dist.is_initialized() or dist.get_world_size(group) == 1 or not any(chosen):
             continue
-        parts = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
-        _all_gather(parts, sums, group=group)
-        for order, differs in enumerate(_differs(torch.stack(parts), dist.get_rank(group))):
+        for order, differs in enumerate(_differs(torch.stack(of_ranks(sums, group)), dist.get_rank(group))):
             if differs and chosen[order]:
                 where = "differs from other ranks' copies"
                 _note(check, (_FIRST, 1, order), "replica", parameters[order][0], where)
@@ -119,13 +117,13 @@ def _checksum(parameter: torch.nn.Parameter) -> torch.Tensor:
     return (bits * (torch.arange(len(bits), device=bits.device) % 8191 + 1)).sum()
 
 
-def _differs(sums: torch.Tensor, own: int) -> list[bool]:
-    """Return which parameters of rank ``own`` are not what most ranks have. ``sums`` is [ranks, parameters].
+def _differs(sums: torch.Tensor, rank_in_group: int) -> list[bool]:
+    """Return which parameters of a rank of the group are not what most ranks have. ``sums`` is [ranks, parameters].
 
     Of two halves, that of the first rank is right.
     """
     usual = torch.where(2 * (sums == sums[0]).sum(0) >= len(sums), sums[0], sums.mode(0).values)
-    return (sums[own] != usual).tolist()
+    return (sums[rank_in_group] != usual).tolist()
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------
@@ -141,8 +139,7 @@ def _reduction_hook(handle: LinearHandle, check: KernelCheck) -> Any:
         has_bias = module.bias is not None and len(module.bias) > 0 and not returns_bias
         if product is None or has_bias:
             return
-        parts = [torch.empty_like(product) for _ in range(dist.get_world_size(handle.tp_group))]
-        _all_gather(parts, product, group=handle.tp_group)
+        parts = of_ranks(product, handle.tp_group)
         y = matrix(y.detach())
         if len(y) != len(product):  # reduce-scattered: this rank's tokens
             parts = [part[handle.tp_rank * len(y) :][: len(y)] for part in parts]
@@ -184,9 +181,7 @@ def _row_hooks(layer: Any, registry: LinearRegistry, check: KernelCheck) -> list
     def choose(module: Any, arguments: Any, output: Any) -> None:
         counts = output[1].bool().reshape(-1, output[1].shape[-1]).sum(0)
         if several:
-            parts = [torch.empty_like(counts) for _ in range(dist.get_world_size(group))]
-            _all_gather(parts, counts, group=group)
-            counts = torch.stack(parts).sum(0)
+            counts = torch.stack(of_ranks(counts, group)).sum(0)
         routed[:] = [counts]
 
     def compare(module: Any, arguments: Any) -> None:

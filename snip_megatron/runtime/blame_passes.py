@@ -15,7 +15,7 @@ from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import Formats, Gemm, PrecisionMap
 from snip_megatron.runtime.exact_products import EXACT, ExactBackend, Watcher
-from snip_megatron.runtime.gemm_check import BOUND, bits_of
+from snip_megatron.runtime.gemm_check import BOUND
 from snip_megatron.runtime.host import Host, HostStep
 from snip_megatron.runtime.watched import watched
 from snip_megatron.sensitivity.blame import PassFigures
@@ -197,7 +197,7 @@ class Passes:
         return list(sums.tolist())
 
     def _healthy_rise(self) -> float:
-        fprops = [bits_of(self.job.formats.format_of(name, Gemm.FPROP)) for name in self.registry.names]
+        fprops = [self.job.formats.format_of(name, Gemm.FPROP).bits for name in self.registry.names]
         return sum(HEALTHY_RISE[bits] for bits in fprops) / len(fprops)
 
 

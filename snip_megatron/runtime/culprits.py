@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import Format, Formats, Gemm
 from snip_megatron.runtime.blame_passes import Passes, PassResult, Rise
-from snip_megatron.runtime.gemm_check import Effect, bits_of
+from snip_megatron.runtime.gemm_check import Effect
 from snip_megatron.sensitivity.blame import Culprit, Harm, Trial, smallest_set
 from snip_megatron.sensitivity.outliers import outliers
 
@@ -39,7 +39,7 @@ class Suspects:
         of_gemm = {(name, gemm): formats.format_of(name, Gemm(gemm)) for name, gemm in effects}
         errors = {key: _error(effects[key]) for key, fmt in of_gemm.items() if fmt is not Format.BF16}
         operands = {key: effects[key].mse / max(effects[key].count, 1.0) for key in errors}
-        self.harmed = outliers(errors, {key: bits_of(of_gemm[key]) for key in errors}, operands)
+        self.harmed = outliers(errors, {key: of_gemm[key].bits for key in errors}, operands)
         energy = {key: min(errors.get(key, 0.0), 1e3) ** 2 for key in effects}
         total = sum(energy.values()) or 1.0
         self.harm = tuple(

@@ -107,14 +107,14 @@ class Product:
         x = self._x
         if isinstance(x, PrequantizedTensor):
             x = x.source()  # type: ignore[attr-defined]
-        return matrix(_gathered(x, self.call.tp_group) if self.call.sequence_parallel else x.detach())
+        return matrix(torch.cat(of_ranks(x, self.call.tp_group)) if self.call.sequence_parallel else x.detach())
 
     def start_backward(self, g: Tensor) -> None:
         """Note G. Collective of tensor parallel ranks as :meth:`x`."""
         call = self.call
         if isinstance(g, PrequantizedTensor):
             g = g.source()  # type: ignore[attr-defined]
-        g = matrix(_gathered(g, call.tp_group) if call.reduce_scatter else g.detach()).contiguous()
+        g = matrix(torch.cat(of_ranks(g, call.tp_group)) if call.reduce_scatter else g.detach()).contiguous()
         _, dgrad, wgrad = self.formats
         keys = gradient_keys(call, g, dgrad, wgrad)
         self.g = g
@@ -154,11 +154,11 @@ class Product:
         return numerics.multiply(gemm, left, right, torch.float32)
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the token shards of all ranks along dimension 0, by another collective than the linears use."""
+def of_ranks(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return a tensor of every rank of a group, by another collective than the linears use."""
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     _all_gather(parts, x.detach().contiguous(), group=group)
-    return torch.cat(parts)
+    return parts
 
 
 class Watcher(Protocol):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
-from snip_megatron.precision import ALL_BF16, FOUR_BIT, Format, Formats, Gemm
+from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm
 from snip_megatron.runtime.exact_products import ExactBackend, Product
 from snip_megatron.sensitivity.blame import Fault
 
@@ -34,11 +34,6 @@ FLOOR = 1e-2
 """Rows and columns whose mean square is below this share of the matrix's are judged as if they had this share."""
 
 FormatsOf = Callable[[LinearHandle], Formats]
-
-
-def bits_of(fmt: Format) -> int:
-    """Return the bits of a format: 4, 8 or 16."""
-    return 16 if fmt is Format.BF16 else 4 if fmt.base in FOUR_BIT else 8
 
 
 @dataclass(frozen=True)
@@ -122,8 +117,7 @@ class KernelCheck:
             noise = float((before.float().square().mean() + reference.square().mean()) * eps**2)
             result = result.float() - before.float()
         fmt = product.formats[list(Gemm).index(gemm)]
-        bits = bits_of(fmt)
-        bound = REDRAWN if product.redraws and gemm is not Gemm.FPROP and fmt in STOCHASTIC else self._bound[bits]
+        bound = REDRAWN if product.redraws and gemm is not Gemm.FPROP and fmt in STOCHASTIC else self._bound[fmt.bits]
         compared = difference(reference, result, bound, noise)
         if compared is None:
             return

@@ -5,7 +5,7 @@ around the job's own one passes each product. The job's path runs as in training
 kernels. Training itself knows nothing of this module.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from snip_megatron.numerics.products.grouped import GroupLoop
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
 from snip_megatron.numerics.quantize.swiglu import swiglu as plain_swiglu
 from snip_megatron.numerics.quantize.swiglu import swiglu_gradient as plain_gradient
-from snip_megatron.precision import Format, Formats, Gemm
+from snip_megatron.precision import Gemm
 from snip_megatron.runtime.exact_products import Product, Watcher
 from snip_megatron.runtime.watched_experts import UnfusedGroups, watched_functions
 
@@ -135,9 +135,3 @@ def _keep_sources(stack: ExitStack) -> None:
         return g, *rest
 
     _replace(stack, fused, forward=staticmethod(forward), backward=staticmethod(backward))
-
-
-def restored_formats(formats: Formats, gemms: Sequence[Gemm]) -> Formats:
-    """Return formats with some GEMMs in bf16."""
-    fprop, dgrad, wgrad = (Format.BF16 if g in gemms else f for g, f in zip(Gemm, formats, strict=True))
-    return fprop, dgrad, wgrad

@@ -40,18 +40,18 @@ def outliers(
         bits: (linear, GEMM) → bits of its format, 4 or 8.
         operands: (linear, GEMM) → relative squared error of its operands. None if it is not known.
     """
-    found = {}
+    harmed = {}
     for key, error in errors.items():
         peers = _peers(errors, bits, key)
         limit = min(LIMIT[bits[key]], _limit([errors[other] for other in peers], [bits[other] for other in peers]))
         if not error <= limit:
-            found[key] = min((error / limit) ** 2, 1e6) if error == error else 1e6
+            harmed[key] = min((error / limit) ** 2, 1e6) if error == error else 1e6
         elif operands is not None and bits[key] == 8:
             known = sorted(operands[other] for other in peers if bits[other] == 8)
             usual = known[len(known) // 2] if len(known) >= 3 else math.inf
             if operands[key] > OPERAND_RATIO * usual:
-                found[key] = operands[key] / (OPERAND_RATIO * usual)
-    return found
+                harmed[key] = operands[key] / (OPERAND_RATIO * usual)
+    return harmed
 
 
 def _peers(errors: Mapping[Key, float], bits: Mapping[Key, int], key: Key) -> list[Key]:

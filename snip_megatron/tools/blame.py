@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the verdicts, or the arguments of one. Returns 0. Raises SnipError if ``RUN`` is no run directory."""
     path: Path = args.run
-    found = [file for file in path.glob("blame_*.json") if file.stem.removeprefix("blame_").isdigit()]
-    verdicts = sorted(found, key=lambda file: (len(file.name), file.name))
+    files = [file for file in path.glob("blame_*.json") if file.stem.removeprefix("blame_").isdigit()]
+    verdicts = sorted(files, key=lambda file: (len(file.name), file.name))
     for file in verdicts:
         print(Blame.load(file).text(), f"  {file}", sep="\n")
     if not verdicts:
