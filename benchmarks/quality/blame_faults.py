@@ -107,14 +107,10 @@ def install() -> None:
 
     C++, which repeats calls of a backend, would repeat a fault in every linear, so that Python launches the kernels.
     """
-    from snip_megatron.layers.autograd import QuantizedLinear
-    from snip_megatron.layers.grouped import GroupedLinear
     from snip_megatron.megatron import conversion, warmup
 
     warmup.launch_from_cpp = lambda *_: "Python launches kernels"  # type: ignore[assignment]
-    for function in (QuantizedLinear, GroupedLinear):
-        for name in ("forward", "backward"):
-            setattr(function, name, staticmethod(_noting(getattr(function, name), name == "forward")))
+    note_linears()
     select = conversion.select_backend
 
     def select_and_note(*arguments: Any, **options: Any) -> Any:
@@ -132,6 +128,16 @@ def install() -> None:
         return selection
 
     conversion.select_backend = select_and_note
+
+
+def note_linears() -> None:
+    """Note which linear runs."""
+    from snip_megatron.layers.autograd import QuantizedLinear
+    from snip_megatron.layers.grouped import GroupedLinear
+
+    for function in (QuantizedLinear, GroupedLinear):
+        for name in ("forward", "backward"):
+            setattr(function, name, staticmethod(_noting(getattr(function, name), name == "forward")))
 
 
 _changes: list[Callable[[Any], None]] = []
@@ -593,6 +599,11 @@ def _lost_shard(site: Site, *, backward: bool = False) -> None:
     _replace_collective("reduce_scatter_tensor", lost_scatter)
 
 
+def _lost_gradient(site: Site) -> None:
+    """The same in the backward of a column-parallel linear."""
+    _lost_shard(site, backward=True)
+
+
 def _racing_gather(site: Site) -> None:
     """A GEMM reads the gathered tokens before those of the last rank have arrived."""
     runs = _while_module_runs(site)
@@ -736,8 +747,7 @@ class Catalogue:
         for _ in range(3):
             self.add("racing-gather", BUG, self.site(columns, rank=1), _racing_gather, layout="sp", gemms=())
         for layout in ("tp", "sp"):
-            plant = partial(_lost_shard, backward=True)
-            self.add("lost-gradient", BUG, self.site(columns, rank=1), plant, layout=layout, gemms=("dgrad",))
+            self.add("lost-gradient", BUG, self.site(columns, rank=1), _lost_gradient, layout=layout, gemms=("dgrad",))
         self.add("rows-on-a-rank", BUG, self.site(gemm="fprop", rank=1), _in_multiply(_drop_rows), layout="tp")
         self.add("late-gather", BUG, self.site(rank=1), _late_gather, layout="tp", gemms=())
         site = self.site(columns, rank=1)

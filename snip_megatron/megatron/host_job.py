@@ -242,8 +242,8 @@ class _Call:
             for index, (handle, before) in enumerate(zip(self.watch.handles, self.before, strict=True)):
                 if before is not None:
                     self.report_wgrad(index, handle.weight.main_grad, before)  # type: ignore[attr-defined]
-        for product in self.products:
-            self.watch.watcher.on_backward(product)
+        for product, part in zip(self.products, self._parts(d), strict=True):
+            self.watch.watcher.on_backward(product, matrix(part))
 
     def report_wgrad(self, index: int, result: Tensor, before: Tensor | None) -> None:
         """Compare ∇W of one linear."""
@@ -274,7 +274,6 @@ class _TeProduct(Product):
         through: what lies between dgrad and the gradient of the module's input. None if nothing does.
     """
 
-    is_partial = False
     through: Callable[[Tensor], Tensor] | None = None
 
     def __init__(
@@ -288,7 +287,7 @@ class _TeProduct(Product):
         )  # fmt: skip
         super().__init__(call, x, handle.weight, formats)
         self.recipe, self.scales = recipe, scales
-        self._summed = {"row": Gemm.FPROP, "column": Gemm.DGRAD}.get(mode or "")
+        self.summed, self._sums = None, {"row": Gemm.FPROP, "column": Gemm.DGRAD}.get(mode or "")
         self._shards = shards
 
     def multiplied(
@@ -298,7 +297,7 @@ class _TeProduct(Product):
         names = {Gemm.FPROP: "xw", Gemm.DGRAD: "gw", Gemm.WGRAD: "gx"}[gemm]
         left, right = (self._numbers(name, *each) for name, each in zip(names, operands, strict=True))
         product = left.t() @ right if gemm is Gemm.WGRAD else left @ (right.t() if gemm is Gemm.FPROP else right)
-        if gemm is self._summed:
+        if gemm is self._sums:
             parts = of_ranks(product, self.handle.tp_group)
             product = torch.stack(parts).sum(0)
             if self._shards:

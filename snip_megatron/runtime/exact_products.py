@@ -85,11 +85,10 @@ class Product:
         weight: The local shard of the weight, from the parameter.
         g: G [T, N] with all tokens. None in the forward.
         expert: Index of the expert among those of this rank. None if there is none.
-        is_partial: Whether the result of fprop of a row-parallel linear is that before the sum over ranks.
+        summed: The GEMM whose result the linear sums over tensor parallel ranks. None if there is none.
         redraws: Whether the job's kernels may round gradients by other random numbers than the reference.
     """
 
-    is_partial = True
     redraws = False
 
     def __init__(self, call: LinearCall, x: Tensor, weight: Tensor, formats: Formats) -> None:
@@ -97,6 +96,9 @@ class Product:
         self.g: Tensor | None = None
         self._x = x
         self._g_spec: OperandSpec | None = None
+        handle, sums_gradients = call.handle, call.sequence_parallel or call.allreduce_dgrad
+        is_row = handle.parallel == "row" and handle.tp_size > 1 and handle.expert is None
+        self.summed = Gemm.FPROP if is_row else Gemm.DGRAD if sums_gradients else None
 
     @property
     def handle(self) -> LinearHandle:
@@ -170,5 +172,5 @@ class Watcher(Protocol):
     def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
         """Compare a result. That of wgrad has been added to ``before``, if given."""
 
-    def on_backward(self, product: Product) -> None:
-        """Note a finished backward."""
+    def on_backward(self, product: Product, gradient: Tensor) -> None:
+        """Note a finished backward, and the gradient [rows, K] that it returned for the input."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm
-from snip_megatron.runtime.exact_products import ExactBackend, Product
+from snip_megatron.runtime.exact_products import ExactBackend, Product, of_ranks
 from snip_megatron.sensitivity.blame import Fault
 
 BOUND = {4: 29.0, 8: 32.0, 16: 40.0}
@@ -29,6 +29,9 @@ REDRAWN = 3.0
 
 GATHERED = 100.0
 """Least signal to noise ratio in dB of gathered tokens, which are copies."""
+
+SUM = 30.0
+"""Least signal to noise ratio in dB of a sum over ranks in bf16."""
 
 FLOOR = 1e-2
 """Rows and columns whose mean square is below this share of the matrix's are judged as if they had this share."""
@@ -95,21 +98,22 @@ class KernelCheck:
     Attributes:
         first: The first fault of this rank.
         sqnr: (linear, GEMM) → the least signal to noise ratio so far.
-        partial: row-parallel linear → this rank's part of its output, before the sum over ranks.
     """
 
     def __init__(self, formats_of: FormatsOf, numerics: ExactBackend, bound: Mapping[int, float] = BOUND) -> None:
         self.formats_of, self._numerics, self._bound = formats_of, numerics, bound
         self.first: LocalFault | None = None
         self.sqnr: dict[tuple[str, Gemm], float] = {}
-        self.partial: dict[str, Tensor] = {}
+        self._parts: dict[tuple[str, Gemm], Tensor] = {}  # of products that the job sums over ranks
         self._calls: dict[Any, int] = defaultdict(int)
 
     def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
         """Compare one product."""
         handle, noise = product.handle, 0.0
-        if gemm is Gemm.FPROP and handle.parallel == "row" and handle.tp_size > 1 and product.is_partial:
-            self.partial[handle.name] = result.clone()  # the sum is computed in its memory
+        call = self._calls[handle.name, handle.expert, gemm]
+        self._calls[handle.name, handle.expert, gemm] += 1
+        if gemm is product.summed:
+            self._parts[handle.name, gemm] = result.clone()  # the sum is computed in its memory
         operands = product.operands(gemm)  # a collective: of all ranks, not of one that finds a fault
         reference = product.multiplied(gemm, operands, self._numerics)
         if before is not None:  # what a sum in main_grad's dtype loses is no fault
@@ -123,11 +127,9 @@ class KernelCheck:
             return
         key = handle.name, gemm
         self.sqnr[key] = min(self.sqnr.get(key, 200.0), compared.sqnr)
-        call = self._calls[handle.name, handle.expert, gemm]
-        self._calls[handle.name, handle.expert, gemm] += 1
         if compared.sqnr >= bound:
             return
-        order = self.order_of(handle, gemm, call)
+        order = *self.order_of(handle, gemm, call), rank()
         (left, left_spec, _), (right, right_spec, axis) = operands
         shape = (*reference.shape, right.shape[axis])
         fault = Fault(
@@ -150,6 +152,35 @@ class KernelCheck:
         call = self._calls[handle.name, handle.expert, Gemm.FPROP]
         self.note(LocalFault((call, 0, handle.state.position, -1), fault))
 
+    def on_sum(self, handle: LinearHandle, gemm: Gemm, result: Tensor) -> None:
+        """Compare a sum over tensor parallel ranks [rows, columns] with that of their latest products. Collective.
+
+        ``result`` has all rows, or those of this rank after a reduce-scatter.
+        """
+        part = self._parts.pop((handle.name, gemm), None)
+        if part is None:
+            return
+        parts = [each.float() for each in of_ranks(part, handle.tp_group)]
+        if len(result) != len(part):
+            parts = [each[handle.tp_rank * len(result) :][: len(result)] for each in parts]
+        total, noise = torch.stack(parts).sum(0), float(sum(each.square().mean() for each in parts))
+        noise *= torch.finfo(result.dtype).eps ** 2
+        compared = difference(total, result, SUM, noise)
+        if compared is None or compared.sqnr >= SUM:
+            return
+        culprit, where = rank(), f"{compared.where} of the sum over tensor parallel ranks"
+        for index, each in enumerate(parts):
+            without = difference(total - each, result, SUM, noise)
+            if without is not None and without.sqnr >= SUM:
+                culprit = dist.get_global_rank(handle.tp_group, index) if handle.tp_group is not None else index
+                where = "the sum over tensor parallel ranks lacks the part of this rank"
+        fault = Fault(
+            "reduction", handle.name, gemm.value, handle.expert, culprit, socket.gethostname(), "", (), where,
+            compared.sqnr, SUM,
+        )  # fmt: skip
+        call = self._calls[handle.name, handle.expert, gemm] - 1
+        self.note(LocalFault((*self.order_of(handle, gemm, call), dist.get_world_size(), rank()), fault))
+
     def note(self, fault: LocalFault) -> None:
         """Keep a fault if it is the first of this rank in execution order."""
         if self.first is None or fault.order < self.first.order:
@@ -158,10 +189,11 @@ class KernelCheck:
     def order_of(self, handle: LinearHandle, gemm: Gemm, microbatch: int) -> tuple[int, ...]:
         """Return the place of a product in a step: microbatch, forward before backward, then layers as they run."""
         position = handle.state.position
-        return microbatch, int(gemm is not Gemm.FPROP), position if gemm is Gemm.FPROP else -position, rank()
+        return microbatch, int(gemm is not Gemm.FPROP), position if gemm is Gemm.FPROP else -position
 
-    def on_backward(self, product: Product) -> None:
-        """Note nothing: products are compared one by one."""
+    def on_backward(self, product: Product, gradient: Tensor) -> None:
+        """Compare the sum of input gradients, if the linear computes one. Collective."""
+        self.on_sum(product.handle, Gemm.DGRAD, gradient)
 
 
 @dataclass
@@ -202,7 +234,7 @@ class RoundingEffects:
     def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
         """Note nothing: a backward has the inputs of all three GEMMs."""
 
-    def on_backward(self, product: Product) -> None:
+    def on_backward(self, product: Product, gradient: Tensor) -> None:
         """Add the effects of the three GEMMs of one microbatch."""
         handle = product.handle
         numerics = self._numerics.of(handle, after_backward=True)

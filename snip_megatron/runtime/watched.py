@@ -95,7 +95,7 @@ def watched(context: StepContext, watcher: Watcher) -> Iterator[None]:
             result = run_backward(ctx, *grad_outputs)
         finally:
             backend.running = None
-        watcher.on_backward(product)
+        watcher.on_backward(product, matrix(result[0]))
         return result
 
     with ExitStack() as stack:

@@ -39,12 +39,12 @@ class UnfusedGroups:
 class ExpertProduct(Product):
     """The linear of one expert in one microbatch. Its scales are those of this rank's shard."""
 
-    is_partial = False
     redraws = True  # tiles of a whole layer have the key of its first expert
 
     def __init__(self, call: GroupedCall, place: int, x: Tensor, formats: Formats) -> None:
         linear: LinearCall = call.linear._replace(handle=call.handles[place])
         super().__init__(linear, x, call.weights[place], formats)
+        self.summed = None  # the token dispatcher sums
         self._place = place
 
     def start(self, g: Tensor, spec: OperandSpec) -> None:
@@ -101,7 +101,7 @@ def watched_functions(watcher: Watcher, library: str, forward: Any, backward: An
             wgrad = grad if main_grad is None else main_grad
             if wgrad is not None:
                 watcher.on_result(product, Gemm.WGRAD, wgrad, earlier, library)
-            watcher.on_backward(product)
+            watcher.on_backward(product, dgrad)
         return result
 
     return {"forward": staticmethod(watched_forward), "backward": staticmethod(watched_backward)}

@@ -116,6 +116,29 @@ def lost(registry: LinearRegistry, model: Any) -> Any:
     return replaced(dist, "reduce_scatter_tensor", wrapper)
 
 
+@contextmanager
+def lost_gradient(registry: LinearRegistry, model: Any) -> Changed:
+    """The part of one rank is missing in the sums of input gradients."""
+
+    def is_lost(part: torch.Tensor) -> bool:
+        return torch._C._current_graph_task_id() != -1 and last_rank() and part.dtype is torch.bfloat16
+
+    def scatter(collective: Any) -> Any:
+        def faulty(out: torch.Tensor, tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+            return collective(out, torch.zeros_like(tensor) if is_lost(tensor) else tensor, *args, **named)
+
+        return faulty
+
+    def reduce(collective: Any) -> Any:
+        def faulty(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+            return collective(tensor.zero_() if is_lost(tensor) else tensor, *args, **named)
+
+        return faulty
+
+    with replaced(dist, "reduce_scatter_tensor", scatter), replaced(dist, "all_reduce", reduce):
+        yield
+
+
 def raced(registry: LinearRegistry, model: Any) -> Any:
     """One rank reads gathered tokens before the last of them have arrived."""
 
@@ -135,14 +158,15 @@ def raced(registry: LinearRegistry, model: Any) -> Any:
 
 @contextmanager
 def _changed(name: str, model: Any, change: Callable[[torch.Tensor], Any]) -> Changed:
-    parameter = dict(_named(model))[name]
-    before = parameter.data.clone()
-    if last_rank():
+    parameter = dict(_named(model)).get(name)
+    before = None if parameter is None else parameter.data.clone()
+    if parameter is not None and last_rank():
         change(parameter.data)
     try:
         yield
     finally:
-        parameter.data.copy_(before)
+        if parameter is not None:
+            parameter.data.copy_(before)
 
 
 def late(registry: LinearRegistry, model: Any) -> Any:

@@ -8,6 +8,7 @@ from snip_megatron import pretrain_gpt
 
 def main() -> int:
     """Plant the fault, and train."""
+    blame_faults.note_linears()
     plant = getattr(blame_faults, os.environ["PLANT"])
     plant(blame_faults.Site(os.environ["LINEAR"], rank=1, expert=int(os.environ.get("EXPERT", "0"))))
     return pretrain_gpt.main()

@@ -25,13 +25,13 @@ def verdicts(warm: WarmRanks, tmp: Path, ranks: int, cases: str, *layout: str) -
 
 
 def test_faults_of_tensor_parallel_ranks(warm: WarmRanks, tmp_path: Path) -> None:
-    cases = "healthy,narrow,outlier,rows,stale,lost,raced,late,unequal,again"
+    cases = "healthy,narrow,outlier,rows,stale,lost,lost_gradient,raced,late,unequal,again"
     layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer"]
     found = verdicts(warm, tmp_path, 2, cases, *layout)
     assert {case: each["verdict"] for case, each in found.items()} == {
         **dict.fromkeys(("healthy", "again"), "not_precision"),
         **dict.fromkeys(("narrow", "outlier"), "rounding"),
-        **dict.fromkeys(("rows", "stale", "lost", "raced", "late", "unequal"), "bug"),
+        **dict.fromkeys(("rows", "stale", "lost", "lost_gradient", "raced", "late", "unequal"), "bug"),
     }
     assert {**found["healthy"], "seconds": 0} == {**found["again"], "seconds": 0}
     for case in ("narrow", "outlier"):
@@ -42,16 +42,29 @@ def test_faults_of_tensor_parallel_ranks(warm: WarmRanks, tmp_path: Path) -> Non
         "rows": ("gemm", "decoder.layers.3.mlp.linear_fc2", 1),
         "stale": ("gemm", LINEAR, 0),
         "lost": ("reduction", "decoder.layers.0.self_attention.linear_proj", 1),
+        "lost_gradient": ("reduction", "decoder.layers.3.mlp.linear_fc1", 1),
         "raced": ("gather", "decoder.layers.0.self_attention.linear_qkv", 1),
         "late": ("parameter", LINEAR, 1),
         "unequal": ("parameter", "decoder.layers.2.input_layernorm", 1),
     }
-    assert bugs["rows"]["gemm"] == "dgrad"
+    assert bugs["rows"]["gemm"] == bugs["lost_gradient"]["gemm"] == "dgrad"
     assert "rows 125-127" in bugs["rows"]["where"]
     assert "rows 5-8" in bugs["late"]["where"]
     assert all(bug["host"] for bug in bugs.values())
     assert Path(tmp_path / bugs["rows"]["inputs"]).exists()
     assert not list(tmp_path.rglob("iter_*"))  # nothing is saved
+
+
+def test_faults_of_virtual_pipelines(warm: WarmRanks, tmp_path: Path) -> None:
+    layout = shlex.split("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1")
+    found = verdicts(warm, tmp_path, 2, "healthy,narrow,rows,late", *layout)
+    assert found["healthy"]["verdict"] == "not_precision"
+    assert found["narrow"]["culprits"][0]["linear"] == LINEAR
+    bugs = {case: each["bug"] for case, each in found.items() if each["bug"]}
+    assert {case: (bug["kind"], bug["linear"], bug["rank"]) for case, bug in bugs.items()} == {
+        "rows": ("gemm", "decoder.layers.3.mlp.linear_fc2", 1),
+        "late": ("parameter", LINEAR, 1),
+    }
 
 
 def test_rows_of_experts(warm: WarmRanks, tmp_path: Path) -> None:

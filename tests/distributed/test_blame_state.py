@@ -14,6 +14,7 @@ TP, SP = ("--tensor-model-parallel-size", "2"), ("--tensor-model-parallel-size",
 FAULTS = (
     (TP, "_lost_shard", "decoder.layers.2.mlp.linear_fc2", "reduction"),
     (SP, "_lost_shard", "decoder.layers.1.self_attention.linear_proj", "reduction"),
+    (TP, "_lost_gradient", "decoder.layers.2.mlp.linear_fc1", "reduction"),
     (SP, "_racing_gather", "decoder.layers.1.mlp.linear_fc1", "gather"),
     (TP, "_late_gather", "decoder.layers.3.self_attention.linear_qkv", "parameter"),
     (TP, "_unequal_replicas", "decoder.layers.0.pre_mlp_layernorm", "replica"),
