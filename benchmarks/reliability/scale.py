@@ -263,10 +263,11 @@ def one_rank(model: str, layers: int, ranks: int) -> Body:
 
     layout, config, cpu = layout_of(model, layers, ranks), _config("noise"), torch.device("cpu")
     tp, ep, dp = layout.tp, layout.ep, layout.dp
-    rank = tp * ep  # of the first stage; data parallel rank 1 of dense weights or of experts
+    rank = tp * ep if ep < dp else tp  # of the first stage; data parallel rank 1 of experts, or else of dense weights
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     of_dp, of_tp = dist.new_group(list(range(0, tp * dp, tp))), dist.new_group(list(range(rank, rank + tp)))
-    of_experts = ProbeGroups(dist.new_group([rank]), dist.new_group(list(range(0, tp * dp, tp * ep))))
+    experts_dp = range(rank % (tp * ep), tp * dp, tp * ep)
+    of_experts = ProbeGroups(dist.new_group([rank]), dist.new_group(list(experts_dp)))
     groups = ProbeGroups(of_tp, of_dp, of_experts if ep > 1 else None)
     names = {of_dp: "data", of_tp: "tensor", of_experts.dp: "expert data", of_experts.tp: "expert tensor"}
     calls: dict[str, list[int]] = {}

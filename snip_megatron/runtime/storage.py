@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 from snip_megatron.precision.errors import SnipError
 
 MAX_BYTES, MAX_RECORDS = 64 * 2**20, 65_536
-"""Limits of the records that wait to be written. Those that do not fit are dropped and counted."""
+"""Limits of the records that wait to be written, half of them for files that failed. Those that do not fit are dropped
+and counted."""
+_RETRIES = 4  # failures of files that have failed before, until the next record
 STALL_S = 30.0
 """Seconds without a write until a line says so."""
 EXIT_S, FINISH_S = 30.0, 60.0
@@ -102,12 +104,27 @@ class _Record(NamedTuple):
     kind: str
 
 
+class _Queue(deque[_Record]):
+    """Records in order, whose bytes are counted."""
+
+    bytes = 0
+
+    def put(self, record: _Record) -> None:
+        self.append(record)
+        self.bytes += len(record.data)
+
+    def take(self) -> _Record:
+        record = self.popleft()
+        self.bytes -= len(record.data)
+        return record
+
+
 class Writer:
     """Writes lines and whole files in a thread of its own, in the order in which they were given.
 
     :meth:`append` and :meth:`replace` put a record into a queue and return at once. A record that does not fit into the
-    queue is dropped and counted. A record that cannot be written stays in the queue with those behind it, and is tried
-    again with the next one.
+    queue is dropped and counted. A record that cannot be written is held with the later ones of its file, and tried
+    again with the next record. Those of other files are written meanwhile.
 
     A JSON line is one ``write()`` of one complete line to a file opened with O_APPEND. A whole file is written by
     :func:`write_atomically`.
@@ -127,8 +144,8 @@ class Writer:
     ) -> None:
         self._folder, self._restore, self._loss_record = folder, restore, loss_record
         self._changed = threading.Condition()  # guards the queues and counts; no file is touched inside it
-        self._queue: deque[_Record] = deque()  # the first one is being written
-        self._bytes = 0  # of the queue
+        self._queue = _Queue()  # the first one is being written
+        self._held: dict[Path, _Queue] = {}  # of files that could not be written
         self._calls: deque[Callable[[], object]] = deque()
         self._lost: Counter[str] = Counter()  # of which no record tells yet
         self._closed = self._has_news = False
@@ -150,14 +167,13 @@ class Writer:
     def _put(self, path: Path, write: Callable[[Path, bytes], None], data: bytes) -> None:
         kind = path.stem if path.parent == self._folder else path.parent.name
         with self._changed:
-            waiting = len(self._queue)
-            fits = not waiting or (waiting < MAX_RECORDS and self._bytes + len(data) <= MAX_BYTES)
+            waiting, record = len(self._queue), _Record(path, write, data, kind)
+            fits = not waiting or self._fits(record, self._queue, *self._held.values())
             stalls = waiting and time.monotonic() - self._progress > STALL_S
             if not waiting:
                 self._progress = time.monotonic()
             if fits:
-                self._queue.append(_Record(path, write, data, kind))
-                self._bytes += len(data)
+                self._queue.put(record)
             else:
                 self._lost[kind] += 1
             self._wake()
@@ -165,6 +181,12 @@ class Writer:
             self._say_once("stall", f"nothing could be written for {STALL_S:.0f} s; training goes on, the records wait")
         if not fits:
             self._say_once("loss", "the queue of records is full; training goes on, further records are lost")
+
+    @staticmethod
+    def _fits(record: _Record, *queues: _Queue, share: float = 1.0) -> bool:
+        """Return whether queues may take a record more, for which they have a share of the limits."""
+        size = len(record.data) + sum(queue.bytes for queue in queues)
+        return sum(map(len, queues)) < share * MAX_RECORDS and size <= share * MAX_BYTES
 
     def _wake(self) -> None:
         self._has_news = True
@@ -201,8 +223,10 @@ class Writer:
         answers = self.flush()
         why = self._error if answers else f"the file system has not taken them within {EXIT_S:.0f} s"
         with self._changed:
-            self._lost += Counter(record.kind for record in self._queue)
-            self._queue.clear()
+            for queue in (self._queue, *self._held.values()):
+                self._lost += Counter(record.kind for record in queue)
+                queue.clear()
+            self._held.clear()
         if answers:
             self.call(self._record_losses, EXIT_S)
         if self._lost:
@@ -228,26 +252,64 @@ class Writer:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_news)
                 self._has_news, calls = False, len(self._calls)
+            self._write_held(math.inf if calls else _RETRIES)
             self._write_queue()
             for _ in range(calls):
                 self._calls.popleft()()
 
+    def _write_held(self, retries: float) -> None:
+        """Try the files that failed before, until so many of them fail again. The next time begins behind these."""
+        for path, records in list(self._held.items()):
+            while records and self._is_written(records[0]):
+                self._remove_first(records)
+            with self._changed:
+                self._held.pop(path, None)
+                if records:
+                    self._held[path] = records
+                    retries -= 1
+            if retries <= 0:
+                return
+
     def _write_queue(self) -> None:
-        """Write the queue, up to a record that cannot be written."""
+        """Write the queue. Records of a file that fails are held."""
         while self._queue:
             record = self._queue[0]
-            try:
-                record.write(record.path, record.data)
-            except (OSError, MemoryError) as error:  # the thread lives on
-                self._error = str(error)
-                self._say_once("failure", f"cannot write ({error}); training goes on, the records are written later")
+            if record.path in self._held or not self._is_written(record):
+                self._hold(record)
+            else:
+                self._remove_first(self._queue)
+        if not self._held:
+            self._record_losses()
+
+    def _is_written(self, record: _Record) -> bool:
+        try:
+            record.write(record.path, record.data)
+        except (OSError, MemoryError) as error:  # the thread lives on
+            self._error = str(error)
+            self._say_once("failure", f"cannot write ({error}); training goes on, the records are written later")
+            return False
+        return True
+
+    def _remove_first(self, queue: _Queue) -> None:
+        with self._changed:
+            if queue:  # close may have given up
+                queue.take()
+            self._progress = time.monotonic()
+
+    def _hold(self, record: _Record) -> None:
+        """Move the first record of the queue to those of its file that are held."""
+        with self._changed:
+            if not self._queue:  # close has given up
                 return
-            with self._changed:
-                if self._queue:  # close may have given up
-                    self._queue.popleft()
-                    self._bytes -= len(record.data)
-                self._progress = time.monotonic()
-        self._record_losses()
+            self._queue.take()
+            fits = self._fits(record, *self._held.values(), share=0.5)
+            if fits:
+                self._held.setdefault(record.path, _Queue()).put(record)
+            else:
+                self._lost[record.kind] += 1
+            self._progress = time.monotonic()
+        if not fits:
+            self._say_once("loss", "too many records cannot be written; training goes on, further records are lost")
 
     def _record_losses(self) -> None:
         """Record and print how many records are missing, if their file of lines can be written."""

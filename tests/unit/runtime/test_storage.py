@@ -149,6 +149,35 @@ def test_records_come_back_with_their_file_system(tmp_path, fault):
         subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
 
 
+def test_a_file_that_can_never_be_written_holds_back_no_other(tmp_path, monkeypatch, capsys):
+    """A folder has the name of a map, and another one that of the metrics. Both are gone at the end."""
+    monkeypatch.setattr(storage, "MAX_RECORDS", 40)
+    run = new_run(tmp_path)
+    bad = [tmp_path / "maps" / "step_2.json", tmp_path / "metrics.jsonl"]
+    for path in bad:
+        (path / "entry").mkdir(parents=True)
+    for step in range(100):
+        run.metric(step, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+        if step < 10:
+            run.write("maps", step, PrecisionMap.uniform([FC1], Format.FP4).to_json())
+        run.event(step, "collect")
+        assert step % 5 or run.writer.flush()
+    assert run.writer.flush()
+    assert {path.stem for path in (tmp_path / "maps").iterdir() if path.is_file()} == {
+        f"step_{step}" for step in range(10) if step != 2
+    }
+    assert [(event["step"], event["event"]) for event in read_events(tmp_path)] == [(s, "collect") for s in range(100)]
+    for path in bad:
+        (path / "entry").rmdir()
+        path.rmdir()
+    run.close()
+    assert [record["step"] for record in read_metrics(tmp_path)] == [*range(19)]  # half of the queue; the map is in it
+    assert list(read_maps(tmp_path)) == [*range(10)]
+    lost = [event["kinds"] for event in read_events(tmp_path) if event["event"] == "records_lost"]
+    assert sum(kinds["metrics"] for kinds in lost) == 81
+    assert capsys.readouterr().err.count("cannot write (") == 1
+
+
 def test_what_waits_is_bounded_in_bytes_and_said_at_the_end(tmp_path, monkeypatch, capsys):
     def refuse(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
