@@ -1,8 +1,7 @@
 """``snip export --format NAME MAP --out DIR``: writes a map in the format of another tool.
 
-``megatron`` writes YAML for Megatron's ``--te-precision-config-file``, one file per pipeline stage. Megatron matches
-the globs of a file against the module names of the model chunk that a rank builds, in which layers count from 0, so
-that one file cannot tell the chunks of a virtual pipeline apart. All three GEMMs of a linear have one recipe there.
+``megatron`` writes YAML for Megatron's ``--te-precision-config-file``, one file per pipeline stage
+(:mod:`snip_megatron.precision.recipes`).
 
 ``te`` writes a Python module with a quantizer factory for Transformer Engine's ``CustomRecipe``. A GEMM reads both
 operands in its own format, and a tensor has a row-wise and a column-wise representation. The three formats of a linear
@@ -16,57 +15,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from snip_megatron.numerics.products.transformer_engine import QUANTIZERS
+from snip_megatron.numerics.products.transformer_engine import FACTORY_MODULE, QUANTIZERS, factory_source
 from snip_megatron.precision import FOUR_BIT, Format, Formats, Gemm, LinearId, PrecisionMap
 from snip_megatron.precision.errors import SnipError, cut
-from snip_megatron.precision.recipes import is_recipe_file
+from snip_megatron.precision.recipes import SUBSTITUTIONS, collapse, is_recipe_file, stage_file
 from snip_megatron.runtime.run_data import read_config, step_files
 from snip_megatron.runtime.storage import write_atomically
-
-MODULE = "snip_te_map"
-"""Name of the module that ``--format te`` writes."""
-
-RECIPES: Mapping[Format, str] = {
-    Format.BF16: "bf16",
-    Format.FP8: "fp8_blockwise",
-    Format.MXFP8: "mxfp8",
-    Format.FP8_TENSOR: "fp8_tensorwise",
-    Format.NVFP4: "nvfp4",
-    Format.MXFP4: "nvfp4",
-    Format.FP4: "nvfp4",
-}
-"""Format → name of its recipe in the file. From wide to narrow: by bits, then by how many elements share a scale."""
-
-_RECIPE_FIELDS: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    "fp8_blockwise": {"fp8_quantization_recipe": "blockwise", "fp8_format": "e4m3"},
-    "fp8_tensorwise": {"fp8_quantization_recipe": "tensorwise", "fp8_format": "e4m3"},
-    "mxfp8": {"fp8_quantization_recipe": "mxfp8", "fp8_format": "e4m3"},
-    "nvfp4": {"fp4_quantization_recipe": "nvfp4"},
-}
-
-_SUBSTITUTIONS: Mapping[Format, str] = {
-    Format.FP4: "fp4 → nvfp4: Transformer Engine has no 4-bit format of 1×128 tiles with FP32 scales",
-    Format.MXFP4: "mxfp4 → nvfp4: Transformer Engine trains in no MXFP4",
-    Format.NVFP4: "nvfp4 → nvfp4 of Transformer Engine: wgrad's operands pass a Hadamard transform unless"
-    " NVTE_NVFP4_DISABLE_RHT=1 is set",
-    Format.FP8: "fp8 → blockwise FP8 of Transformer Engine: the same tiles, scales rounded up to powers of two unless"
-    " NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 is set",
-}
-"""Format → message about the recipe that replaces it."""
-
-_FACTORY_TABLE = "FORMATS: dict[str, tuple[str, str, str]] = {}"
-"""The line of the factory's source file that the formats of the map replace."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,28 +91,17 @@ def _export_te(args: argparse.Namespace, formats: dict[LinearId, Formats]) -> No
                     f"{args.source}: {linear} runs {gemm.value} in {fmt.value}, for which Transformer Engine has no"
                     f" quantizer (it has them for {known}): choose the map among these (--snip-formats)"
                 )
-    path: Path = args.out / f"{MODULE}.py"
+    path: Path = args.out / f"{FACTORY_MODULE}.py"
     _write_files(args.out, {path.name: factory_source(formats, str(args.source))})
     count = Counter(fmt for formats_of_linear in formats.values() for fmt in formats_of_linear)
     gemms = ", ".join(f"{count[fmt]} in {fmt.value}" for fmt in QUANTIZERS if count[fmt])
     print(f"{len(formats)} linears; GEMMs: {gemms}")
     print(
         "Megatron: --transformer-impl transformer_engine --fp8-format e4m3 --fp8-recipe custom"
-        f" --fp8-quantizer-factory {MODULE}.quantizer_factory"
+        f" --fp8-quantizer-factory {FACTORY_MODULE}.quantizer_factory"
     )
-    print(f"with {args.out} in PYTHONPATH, and {MODULE}.name_linears(model) called in the model provider")
+    print(f"with {args.out} in PYTHONPATH, and {FACTORY_MODULE}.name_linears(model) called in the model provider")
     print(path)
-
-
-def factory_source(formats: dict[LinearId, Formats], source: str) -> str:
-    """Return the text of the module. ``source`` names the map in a comment."""
-    rows = [
-        f"    {json.dumps(str(linear))}: ({', '.join(json.dumps(fmt.value) for fmt in formats_of_linear)}),"
-        for linear, formats_of_linear in formats.items()
-    ]
-    table = "\n".join([f"# Written from {json.dumps(source)}.", _FACTORY_TABLE[:-1], *rows, "}"])
-    template = files("snip_megatron.numerics.products") / f"{MODULE}.py"
-    return template.read_text(encoding="utf-8").replace(_FACTORY_TABLE, table)
 
 
 # -- --format megatron ---------------------------------------------------------------------------------------------
@@ -169,7 +116,7 @@ def _export_megatron(args: argparse.Namespace, formats: dict[LinearId, Formats])
             f" ({len(mixed)} such linears): pass --collapse to take the widest of each"
         )
     stages = stage_layers(_count_layers(widest, args.source), args.pp, _parse_layers(args.layers))
-    texts = {f"stage_{stage}.yaml": _stage_yaml(widest, stage, layers, args.pp) for stage, layers in enumerate(stages)}
+    texts = {f"stage_{stage}.yaml": stage_file(widest, stage, layers, args.pp) for stage, layers in enumerate(stages)}
     folder: Path = args.out
     if is_recipe_file(folder):
         if args.pp > 1:
@@ -190,20 +137,12 @@ def _export_megatron(args: argparse.Namespace, formats: dict[LinearId, Formats])
                 " snip solve RUN --granularity layer has one format a linear, and keeps them"
             )
     count = Counter(widest.values())
-    for fmt, text in _SUBSTITUTIONS.items():
+    for fmt, text in SUBSTITUTIONS.items():
         if count[fmt]:
             print(f"{text} ({count[fmt]} linears)")
     print(*(folder / name for name in texts), sep="\n")
     if args.pp > 1:
         print("a rank takes the file of its stage, RANK * PP // WORLD_SIZE in Megatron's default order of ranks")
-
-
-def collapse(formats: Formats) -> Format:
-    """Return the widest of the formats of a linear, so that no GEMM runs in fewer bits than the map says.
-
-    A variant becomes the format that it is a variant of: Transformer Engine has no recipes of variants.
-    """
-    return min((fmt.base for fmt in formats), key=list(RECIPES).index)
 
 
 def stage_layers(layers: int, stages: int, counts: Sequence[int] | None = None) -> list[range]:
@@ -240,40 +179,3 @@ def _count_layers(formats: Mapping[LinearId, Format], source: Path) -> int:
     if missing := sorted(set(range(layers)) - named):
         raise SnipError(f"{source}: says nothing about decoder layer {missing[0]}")
     return layers
-
-
-def _stage_yaml(formats: Mapping[LinearId, Format], stage: int, layers: range, stages: int) -> str:
-    """Return the file of a stage: its layers, counted from 0, and on the last stage those of multi-token prediction.
-
-    The file lists every linear by its exact name. Megatron takes the training recipe in evaluation too.
-    """
-    of_stage = {
-        str(replace(linear, layer=linear.layer - layers.start)): fmt
-        for linear, fmt in formats.items()
-        if linear.stack == "decoder" and linear.layer in layers
-    }
-    if stage == stages - 1:
-        of_stage |= {str(linear): fmt for linear, fmt in formats.items() if linear.stack == "mtp"}
-    span = f"{layers.start} to {layers.stop - 1}" if layers else "none"
-    recipes = {RECIPES[fmt] for fmt in of_stage.values()}
-    overrides = {"override_quantized_autocast": True, "override_nonquantized_autocast": True}
-    configs = {
-        name: {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": fields | overrides}
-        for name, fields in _RECIPE_FIELDS.items()
-        if name in recipes
-    }
-    matchers = {
-        # Megatron may build the linears of experts one by one, with the number of the expert in the name.
-        name: {
-            "type": "glob",
-            "pattern": name.replace(".experts.linear_", ".experts.*linear_"),
-            "config": RECIPES[fmt],
-            "enabled": True,
-        }
-        for name, fmt in of_stage.items()
-    }
-    head = (
-        f"# Pipeline stage {stage} of {stages}: decoder layers {span}, counted from 0 within the stage.\n"
-        "# For --te-precision-config-file of that stage's ranks, with --transformer-impl transformer_engine.\n"
-    )
-    return head + str(yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False))

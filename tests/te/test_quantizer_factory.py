@@ -20,10 +20,10 @@ from te_models import dense
 from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch.quantization import CustomRecipeState
 
+from snip_megatron.numerics.products.transformer_engine import FACTORY_MODULE as MODULE
 from snip_megatron.numerics.products.transformer_engine import QUANTIZERS
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.tools.cli import main
-from snip_megatron.tools.export import MODULE
 
 pytestmark = pytest.mark.skipif(not hasattr(te, "HybridQuantizer"), reason="needs Transformer Engine 2.19 or later")
 TRIPLES = list(itertools.product(QUANTIZERS, repeat=3))  # every mix in one linear

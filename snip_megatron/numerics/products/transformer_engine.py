@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,11 +17,17 @@ from torch import Tensor
 
 from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format, Formats, Gemm, LinearId
 from snip_megatron.precision.errors import first_line
 
 QUANTIZERS = (Format.BF16, Format.FP8, Format.FP8_TENSOR, Format.MXFP8, Format.NVFP4)
 """Formats that a quantizer of Transformer Engine has."""
+
+FACTORY_MODULE = "snip_te_map"
+"""Name of the module that an exported map is."""
+
+_FACTORY_TABLE = "FORMATS: dict[str, tuple[str, str, str]] = {}"
+"""The line of its source file that the formats of the map replace."""
 
 _HOPPER = (Format.BF16, Format.FP8, Format.FP8_TENSOR)
 _LAYOUTS = {Gemm.FPROP: "TN", Gemm.DGRAD: "NN", Gemm.WGRAD: "NT"}
@@ -33,6 +41,17 @@ def te_map() -> ModuleType:
     from snip_megatron.numerics.products import snip_te_map
 
     return snip_te_map
+
+
+def factory_source(formats: Mapping[LinearId, Formats], source: str) -> str:
+    """Return the text of ``snip_te_map`` for a map. ``source`` names the map in a comment."""
+    rows = [
+        f"    {json.dumps(str(linear))}: ({', '.join(json.dumps(fmt.value) for fmt in formats_of_linear)}),"
+        for linear, formats_of_linear in formats.items()
+    ]
+    table = "\n".join([f"# Written from {json.dumps(source)}.", _FACTORY_TABLE[:-1], *rows, "}"])
+    template = Path(__file__).with_name(f"{FACTORY_MODULE}.py")
+    return template.read_text(encoding="utf-8").replace(_FACTORY_TABLE, table)
 
 
 def import_fault() -> str | None:

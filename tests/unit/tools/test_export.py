@@ -18,9 +18,11 @@ from refusal import refusal
 from snip_command import refused, snip
 
 from snip_megatron.layers.registry import load_map
+from snip_megatron.numerics.products.transformer_engine import factory_source
 from snip_megatron.precision import DENSE_LAYER, Format, Formats, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.precision.recipes import RECIPES, collapse
 from snip_megatron.runtime.run_directory import RunDirectory
-from snip_megatron.tools.export import RECIPES, collapse, factory_source, stage_layers
+from snip_megatron.tools.export import stage_layers
 
 EXPECTED = {
     Format.BF16: (None, None),
