@@ -18,11 +18,12 @@ import torch.distributed as dist
 from snip_megatron.layers.registry import LinearRegistry, load_map
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import MegatronStep, StepCall
+from snip_megatron.megatron.remedy import RemedyWriter
 from snip_megatron.megatron.run_record import run_folder
 from snip_megatron.megatron.startup import say
 from snip_megatron.megatron.state_check import state_checked
 from snip_megatron.megatron.validate import sharding
-from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
+from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.blame import write_blame_page
 from snip_megatron.runtime.agreement import on_rank_zero
@@ -32,7 +33,7 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import MapChannel
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.storage import write_atomically
-from snip_megatron.sensitivity.blame import Blame, Checkpoint, Remedy
+from snip_megatron.sensitivity.blame import Blame, Checkpoint
 
 
 def prepare_blame(config: SnipConfig, args: argparse.Namespace) -> None:
@@ -95,6 +96,7 @@ def run_blame(
     chosen = on_rank_zero(lambda: str(args.snip_blame_folder or tempfile.mkdtemp(prefix="snip-blame-")))
     folder = Path(channel.agree(chosen or ""))
     checkpoint = Checkpoint(str(args.load), call.step) if call.step else None
+    remedies = RemedyWriter(config, args, registry.rows, getattr(args, "snip_host_recipe", None))
     for iteration in blamed_steps(config):
         skipped = iteration - 1 - call.step
         if skipped < 0 or (skipped and checkpoint is None):
@@ -106,7 +108,7 @@ def run_blame(
         step.first = skipped * call.num_microbatches
         state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
         blame = blame_step(job, host, registry, step, Place(iteration, checkpoint, folder), state)
-        on_rank_zero(lambda blame=blame: publish(blame, job.formats, folder))  # type: ignore[misc]
+        on_rank_zero(lambda blame=blame: publish(remedies.write(blame, job.formats, folder), folder))  # type: ignore[misc]
     if dist.is_initialized():
         dist.barrier()
     raise SystemExit(0)
@@ -136,30 +138,18 @@ def guard_blame(
         job, host, registry, step, Place(call.step + 1, None, root), state,
         microbatches=config.probe_microbatches, seconds=GUARD_SECONDS,
     )  # fmt: skip
-    on_rank_zero(lambda: publish(blame, failed, root))
+    remedies = RemedyWriter(config, args, registry.rows)
+    on_rank_zero(lambda: publish(remedies.write(blame, failed, root), root))
     return blame
 
 
-def publish(blame: Blame, formats: PrecisionMap, folder: Path) -> Blame:
-    """Write and print a verdict, with the map that remedies it. Returns it with the remedy."""
+def publish(blame: Blame, folder: Path) -> None:
+    """Write and print a verdict."""
     path = folder / f"blame_{blame.step}.json"
-    confirmed = [culprit for culprit in blame.culprits if culprit.confirmed]
-    if confirmed:
-        keys = [f"{culprit.linear}:{culprit.gemm}" for culprit in confirmed]
-        choices = {
-            option_id(str(linear), gemm): formats.format_of(str(linear), gemm)
-            for linear in formats.linears()
-            for gemm in Gemm
-        } | dict.fromkeys(keys, Format.BF16)
-        remedied = path.with_name(f"blame_{blame.step}_map.json")
-        write_atomically(remedied, PrecisionMap(choices=choices).to_json().encode())
-        pins = tuple(word for key in keys for word in ("--snip-pin", f"{key}=bf16"))
-        blame = dataclasses.replace(blame, remedy=Remedy(pins, map=str(remedied)))
     write_atomically(path, blame.to_json().encode())
     write_blame_page(blame, path.with_suffix(".html"))
     say(blame.text())
     say(f"written to {path}")
-    return blame
 
 
 def map_of_job(

@@ -10,7 +10,7 @@ import argparse
 import datetime
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,17 @@ _SAME_NAME = (
 
 
 def option_times(
-    config: SnipConfig, args: argparse.Namespace, linears: Sequence[LinearRow], table: TimingTable | None = None
+    config: SnipConfig,
+    args: argparse.Namespace,
+    linears: Sequence[LinearRow],
+    table: TimingTable | None = None,
+    formats: Iterable[Format] | None = None,
 ) -> OptionTimes | None:
     """Predict the times of every linear by ``table``, or by the cost model that the configuration names.
 
-    Returns None if there is neither, and the run then measures its GEMMs (:class:`MeasuredTimes`). Raises SnipError if
-    the named table cannot be read, or if the table lacks a candidate or pinned format.
+    They are those in ``formats``, by default the candidate and pinned formats of the configuration. Returns None if
+    there is neither, and the run then measures its GEMMs (:class:`MeasuredTimes`). Raises SnipError if the named table
+    cannot be read, or if the table lacks one of the formats.
     """
     model: CostModel
     try:
@@ -66,7 +71,7 @@ def option_times(
             model = load_cost_model(config.timings, torch.cuda.get_device_name() if torch.cuda.is_available() else None)
         else:
             return None
-        formats = [Format(f) for f in (*config.formats, *(f for _, f in config.pins))]
+        formats = formats or [Format(f) for f in (*config.formats, *(f for _, f in config.pins))]
         step = StepModel(layout_of(args, linears, config), model)
         times = step.option_times(formats)
     except SnipError as error:

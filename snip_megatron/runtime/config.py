@@ -347,7 +347,7 @@ def _conflicts(config: SnipConfig) -> Iterator[str]:
         yield f"{formats}: {fault}"
     if config.updates and not budget.timed and budget.value > 0 and not FOUR_BIT.intersection(config.formats):
         yield f"{formats}: none has four bits, so {named} cannot be reached; add fp4"
-    if budget.kind == "fp4" and config.timings is not None:
+    if budget.kind == "fp4" and config.timings is not None and config.blame is None:
         yield (
             f"--snip-timings {config.timings} cannot be combined with {named}, which is a share of FLOPs; use"
             " --snip-budget speedup= or loss="

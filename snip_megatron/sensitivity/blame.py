@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from snip_megatron.precision.errors import located
+from snip_megatron.precision.errors import SnipError, located
 from snip_megatron.precision.strict_json import JsonFields, read_file, read_object
 
 BLAME_SCHEMA = "snip.blame/1"
@@ -122,9 +122,14 @@ class Remedy(JsonFields):
     """What leaves the culprits in bf16.
 
     Attributes:
-        pins: Arguments of the job under SNIP.
-        map, megatron, recipe: Files: a map, Megatron's precision file, and Transformer Engine's recipe.
+        pins: Arguments of a job whose maps SNIP chooses. Empty for a job of Megatron's own formats, as ``map`` is None.
+        map: File of a map.
+        megatron: Megatron's precision file, or the folder with that of each pipeline stage. It has one format a linear.
+        recipe: File with a quantizer factory for Transformer Engine.
+        arguments: Megatron's own arguments that keep the layers of all culprits in bf16. Empty if there are none, or if
+            they would keep many other layers in bf16 too.
         slowdown: Predicted time of a step over that without the remedy. None if no times are known.
+        notes: What is not there, or differs from the verdict's formats, and why.
     """
 
     pins: tuple[str, ...]
@@ -132,6 +137,19 @@ class Remedy(JsonFields):
     megatron: str | None = None
     recipe: str | None = None
     slowdown: float | None = None
+    arguments: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return whom each way of the remedy is for, and its arguments."""
+        ways = [
+            ("where SNIP chooses maps", " ".join(self.pins)),
+            ("one map", "" if self.map is None else f"--snip-map {self.map}"),
+            ("Megatron's own formats", " ".join(self.arguments)),
+            ("Megatron's own formats", "" if self.megatron is None else f"--te-precision-config-file {self.megatron}"),
+            ("Transformer Engine's custom recipe", self.recipe or ""),
+        ]
+        return [way for way in ways if way[1]]
 
 
 @dataclass(frozen=True)
@@ -171,7 +189,8 @@ class Blame(JsonFields):
         content = read_file(path)
         with located(str(path)):
             body = read_object(content)
-            body.pop("format", None)
+            if body.pop("format", None) != BLAME_SCHEMA:
+                raise SnipError(f'format: must be "{BLAME_SCHEMA}"')
             return cls.from_dict(body, "blame")
 
     def text(self) -> str:
@@ -191,10 +210,10 @@ class Blame(JsonFields):
             lines.append(f"  {'culprit' if culprit.confirmed else 'suspect'}: {culprit.linear}:{culprit.gemm}{expert}"
                          f" in {culprit.format}{share}")  # fmt: skip
         if self.remedy is not None:
-            lines.append(f"  remedy: {' '.join(self.remedy.pins)}")
-            if self.remedy.map is not None:
-                lines.append(f"  or --snip-map {self.remedy.map}; for Megatron's own formats: snip export --format"
-                             f" megatron --collapse {self.remedy.map} --out DIR")  # fmt: skip
+            lines += [f"  remedy, {whom}: {way}" for whom, way in self.remedy.lines()]
+            if self.remedy.slowdown is not None:
+                lines.append(f"  a step then takes {self.remedy.slowdown:.3f} x as long, as predicted")
+            lines += [f"  {note}" for note in self.remedy.notes]
         return "\n".join(lines)
 
 
