@@ -17,14 +17,15 @@ def render(plan: Body) -> str:
 
 def _head(plan: Body) -> str:
     model, layout = plan["model"], plan["layout"]
-    sizes = [f"{name.upper()} {layout[name]}" for name in ("tp", "pp", "vpp", "cp", "dp") if layout[name] > 1] or ["1"]
+    sizes = [f"{name.upper()} {layout[name]}" for name in ("tp", "pp", "vpp", "cp", "dp") if layout[name] > 1]
     sizes += [f"experts over {layout['ep']}"] if layout["ep"] > 1 else []
+    gpus = f"{' × '.join(sizes)} = {layout['gpus']} GPUs" if sizes else "1 GPU"
     extras = [name for name in ("sequence_parallel", "distributed_optimizer") if layout[name]]
     extras += [f"recompute {layout['recompute']}"] if layout["recompute"] != "none" else []
     extras += [] if layout["gradient_accumulation_fusion"] else ["no gradient accumulation fusion"]
     return (
         f"{model['name']}: {model['parameters'] / 1e9:.2f} B parameters, {model['blocks']} blocks\n"
-        f"{' × '.join(sizes)} = {layout['gpus']} GPUs; sequences of {layout['seq_length']},"
+        f"{gpus}; sequences of {layout['seq_length']},"
         f" {layout['micro_batch_size']} a microbatch, {layout['global_batch_size']} a step ="
         f" {layout['microbatches']} microbatches; {', '.join(extras).replace('_', ' ')}\n"
         f"times: {plan['timings']}"

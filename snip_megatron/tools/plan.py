@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, text in _FLAGS.items():
         add(f"--{flag}", action="store_true", help=text)
     add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
-    add("--gpus", type=_count, default=8, metavar="N", help="GPUs of a job with --megatron; default: 8")
+    add("--gpus", type=_count, metavar="N", help="GPUs of a job with --megatron; default: 8")
     text = "in place of these: all arguments that follow are those of a training, with which Megatron builds the model"
     add("--megatron", nargs=argparse.REMAINDER, metavar="...", help=text)
 
@@ -106,6 +106,8 @@ def _named_layout(args: argparse.Namespace) -> Layout:
 
     if args.model is None:
         raise SnipError("the following arguments are required: --model, or --megatron with the arguments of a training")
+    if args.gpus is not None:
+        raise SnipError("--gpus belongs to --megatron; the GPUs of a --model are those of --tp, --pp and --dp")
     pp, dp, micro = args.pp or 1, args.dp or 1, args.micro_batch_size or 1
     model = load_llama(args.model).model(pp)
     return Layout(
@@ -143,7 +145,7 @@ def _check_training(args: argparse.Namespace) -> Training:
     arguments += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary)]
     # Under SNIP, arguments that it replaces need nothing of this machine, and arguments that it does not support fail.
     arguments += [] if "--snip" in words else ["--snip", "--snip-policy", "bf16"]
-    training = check_arguments(arguments, args.gpus, {})
+    training = check_arguments(arguments, args.gpus or 8, {})
     if isinstance(training.layout, str):
         raise SnipError(f"--megatron: {training.layout}")
     layout = replace(

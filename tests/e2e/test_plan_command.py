@@ -103,6 +103,10 @@ def test_a_plan_is_made_without_torch() -> None:
     ("arguments", "message"),
     [
         ((), "the following arguments are required: --model, or --megatron with the arguments of a training"),
+        (
+            ("--model", "1b", "--gpus", 4),
+            "--gpus belongs to --megatron; the GPUs of a --model are those of --tp, --pp and --dp",
+        ),
         (("--tp", 2, "--megatron", "--bf16"), "--tp cannot be combined with --megatron, whose arguments say it"),
         (("--model", "7b", "--tp", 3), "--tp 3: llama-7b has 32 heads, which cannot be split over 3 ranks"),
         (("--model", "8b", "--pp", "x"), "argument --pp: 'x' is not a whole number from 1 to 100000000000"),

@@ -143,7 +143,7 @@ def test_a_file_is_written_for_megatron_and_read_back_as_a_map(tmp_path: Path) -
     expected = {name: formats[i % len(formats)] for i, name in enumerate(names)}
     source, out = tmp_path / "map.json", tmp_path / "recipes.yaml"
     source.write_text(PrecisionMap(expected).to_json())
-    command = ("export", "--format", "megatron", source, "--out", out)
+    command = ("export", source, "--out", out)  # --format megatron is the default
     assert snip(*command).stdout.splitlines()[-1] == str(out)
     assert load_map(str(out), names).choices == expected
     assert (
