@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that both formats share, and those of ``--format megatron``."""
     text = (
         "megatron: a map as YAML for Megatron's --te-precision-config-file, one file per pipeline stage;"
-        " te: a map as a Python module with a quantizer factory for Transformer Engine's CustomRecipe; default: megatron"
+        " te: a map as a Python module with a quantizer factory for Transformer Engine's CustomRecipe;"
+        " default: megatron"
     )
     parser.add_argument("--format", choices=("megatron", "te"), default="megatron", help=text)
     parser.add_argument(
