@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +85,14 @@ class Trainings:
         self._folder = folder
         self._pools = {ranks: ThreadPoolExecutor(count) for ranks, count in AT_ONCE.items()}
         self._runs: dict[tuple[str, ...], Future[dict[str, Any]]] = {}
+        self._first: dict[tuple[Any, ...], Future[dict[str, Any]]] = {}  # of those that need the same kernels
         names = dense_names(LAYERS)
         (folder / "fp8_tensor.json").write_text(PrecisionMap.uniform(names, Format.FP8_TENSOR).to_json())
 
     def begin(self, kind: str, graphs: str | None, *extra: str, layout: str = "one") -> Future[dict[str, Any]]:
         key = (kind, str(graphs), layout, *extra)
         if key not in self._runs:
-            pool = self._pools[LAYOUTS[layout][0]]
-            self._runs[key] = pool.submit(self._train, len(self._runs), kind, graphs, extra, layout)
+            self._runs[key] = self._submit(kind, graphs, extra, layout)
         return self._runs[key]
 
     def saving(self, kind: str, graphs: str | None) -> Future[dict[str, Any]]:
@@ -116,10 +116,21 @@ class Trainings:
         """An fp4 training whose first capture fails after the adoption before step :data:`ADOPTED`."""
         key = ("failing", graphs, kind)
         if key not in self._runs:
-            failure = {"FAIL": f"{ADOPTED}:{kind}"}
-            number = len(self._runs)
-            self._runs[key] = self._pools[1].submit(self._train, number, "fp4", graphs, (), "one", failure)
+            self._runs[key] = self._submit("fp4", graphs, (), "one", {"FAIL": f"{ADOPTED}:{kind}"})
         return self._runs[key]
+
+    def _submit(self, kind: str, graphs: str | None, extra: tuple[str, ...], layout: str, failure: Any = None) -> Any:
+        """Start a training when the first one with the same kernels has ended, which has compiled them."""
+        same = kind, layout, "--num-experts" in extra
+        first, number = self._first.get(same), len(self._runs)
+
+        def train() -> dict[str, Any]:
+            wait([] if first is None else [first])
+            return self._train(number, kind, graphs, extra, layout, failure)
+
+        future = self._pools[LAYOUTS[layout][0]].submit(train)
+        self._first.setdefault(same, future)
+        return future
 
     def end(self) -> None:
         for pool in self._pools.values():
@@ -265,7 +276,7 @@ def test_a_capture_that_fails_after_an_adoption_ends_in_a_line(on_one: Trainings
     assert failed["codes"] == [EXIT_UPDATE_BROKEN], log[-4000:]
     (line,) = [line for line in log.splitlines() if line.startswith("pretrain_gpt: ")]
     assert f"; SNIP's work of step {ADOPTED + (graphs == 'full_iteration')} failed" in line, line
-    assert "Traceback" not in log, log[-4000:]
+    assert not any(line.startswith("Traceback") for line in log.splitlines()), log[-4000:]  # torch logs others
     assert len(failed["losses"]) == ADOPTED + (graphs == "full_iteration")
     for name in ("losses", "grad_norms"):
         assert failed[name] == {step: undisturbed[name][step] for step in failed[name]}
@@ -296,7 +307,11 @@ def test_graphs_train_alike_on_two_gpus(on_two: Trainings, layout: str, graphs: 
     eager = on_two.begin("tensor_and_fp4", None, layout=layout).result()
     captured = on_two.begin("tensor_and_fp4", graphs, layout=layout).result()
     assert captured["replays"][STEPS] > 0
-    assert len([event for event in captured["events"] if event["event"] == "recapture"]) == 2
+    adoptions = [event["changed"] for event in captured["events"] if event["event"] == "adopt"]
+    assert len(adoptions) == 2  # on random tokens, the second map may be the first one
+    assert (
+        len([event for event in captured["events"] if event["event"] == "recapture"]) == sum(map(bool, adoptions)) > 0
+    )
     close_steps(eager, captured)
 
 

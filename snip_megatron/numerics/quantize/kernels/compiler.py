@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import pickle
+import random
 import select
 import signal
 import subprocess
@@ -232,6 +233,7 @@ def _work() -> None:
     for kernel in kernels:
         if isinstance(kernel, str):
             _kernel(_name(kernel))
+    random.shuffle(kernels)  # another job of this machine may compile the same ones: each finds what the other has done
     with ProcessPoolExecutor(processes + replays, get_context("fork"), _die_with_parent) as pool:
         library = [pool.submit(compiled_library)] if replays else []
         for each in as_completed([pool.submit(compile_kernel, kernel) for kernel in kernels]):
