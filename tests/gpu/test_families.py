@@ -146,7 +146,8 @@ class Family:
     def train(self, name: str, source: Future[None] | None) -> None:
         """Train from the start, or from the first checkpoint of the training that has ``source``."""
         snip, load = TRAININGS[name]
-        snip += "".join(more for (of, having), more in PINS.items() if of == name and having in self._arguments)
+        pinned = "updated" if snip == UPDATED else name  # a resume is of the same configuration
+        snip += "".join(more for (of, having), more in PINS.items() if of == pinned and having in self._arguments)
         run = self._folder / name
         run.mkdir()
         arguments = [*shlex.split(COMMON + self._arguments), *shlex.split(snip), "--train-iters", str(STEPS)]
