@@ -23,6 +23,7 @@ from snip_megatron.megatron.run_record import run_folder
 from snip_megatron.megatron.startup import say
 from snip_megatron.megatron.state_check import state_checked
 from snip_megatron.megatron.validate import sharding
+from snip_megatron.megatron.watched_modules import linears_watched
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.blame import write_blame_page
@@ -132,7 +133,7 @@ def guard_blame(
     The weights are those that the alarm left, and the microbatches the next ones.
     """
     root = run_folder(config, args) or Path(tempfile.gettempdir())
-    job = Job("snip", describe(failed, registry.names), failed)
+    job = snip_job(failed, registry)
     state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
     blame = blame_step(
         job, host, registry, step, Place(call.step + 1, None, root), state,
@@ -164,6 +165,12 @@ def map_of_job(
             "--snip-blame: the checkpoint holds no map of SNIP; give the map in force by --snip-map MAP.json"
         )
     return job_map
+
+
+def snip_job(precision_map: PrecisionMap, registry: LinearRegistry) -> Job:
+    """Return a job under SNIP."""
+    description = describe(precision_map, registry.names)
+    return Job("snip", description, precision_map, watch=functools.partial(linears_watched, registry))
 
 
 def describe(precision_map: PrecisionMap, names: Sequence[str]) -> str:

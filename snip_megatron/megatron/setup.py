@@ -15,7 +15,7 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.layers.registry import check_map_fits, describe_left_out, load_map
 from snip_megatron.megatron import compat, validate
-from snip_megatron.megatron.blame import describe, guard_blame, map_of_job, run_blame
+from snip_megatron.megatron.blame import guard_blame, map_of_job, run_blame, snip_job
 from snip_megatron.megatron.compat.checkpoints import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.compat.checkpoints import SnipState
 from snip_megatron.megatron.conversion import convert_model, what_stays
@@ -38,7 +38,6 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.end_of_run import finish
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.agreement import on_rank_zero
-from snip_megatron.runtime.blame_passes import Job
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller, OnAdopt
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
@@ -327,7 +326,7 @@ class SnipRun:
             saved = None if restored is None else restored.precision_map
             in_force = map_of_job(self._config, registry, host.device, saved)
             registry.adopt(in_force)
-            job = Job("snip", describe(in_force, registry.names), in_force)
+            job = snip_job(in_force, registry)
         run_blame(self._config, self._args, host, registry, call, job, self._step_without_graphs)
 
     def _diagnose(self, call: StepCall, step: int, failed: PrecisionMap) -> dict[str, Any]:

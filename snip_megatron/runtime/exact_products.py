@@ -86,6 +86,7 @@ class Product:
         g: G [T, N] with all tokens. None in the forward.
         expert: Index of the expert among those of this rank. None if there is none.
         summed: The GEMM whose result the linear sums over tensor parallel ranks. None if there is none.
+        parts: The parts of all tensor parallel ranks of the latest product, if it is their sum.
         redraws: Whether the job's kernels may round gradients by other random numbers than the reference.
     """
 
@@ -94,6 +95,7 @@ class Product:
     def __init__(self, call: LinearCall, x: Tensor, weight: Tensor, formats: Formats) -> None:
         self.call, self.formats, self.weight = call, formats, weight.detach()
         self.g: Tensor | None = None
+        self.parts: list[Tensor] = []
         self._x = x
         self._g_spec: OperandSpec | None = None
         handle, sums_gradients = call.handle, call.sequence_parallel or call.allreduce_dgrad

@@ -6,7 +6,7 @@ first GEMM that differs is where a bug is, not where its effect first shows.
 
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,20 @@ def difference(reference: Tensor, result: Tensor, bound: float, noise: float = 0
     return Difference(worst, ", ".join(where) if where else "everywhere" if worst < bound else "")
 
 
+def _noise_of_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> float:
+    """Return the mean square of what ranks lose that round their parts of a sum to ``dtype``."""
+    return float(sum(part.square().mean() for part in parts)) * torch.finfo(dtype).eps ** 2
+
+
+def _lost_part(total: Tensor, parts: Sequence[Tensor], result: Tensor, bound: float, noise: float) -> int | None:
+    """Return the index of the part without which the sum of all is the result. None if it is none of them."""
+    for index, part in enumerate(parts):
+        without = difference(total - part, result, bound, noise)
+        if without is not None and without.sqnr >= bound:
+            return index
+    return None
+
+
 def _ranges(indices: list[int], size: int) -> str:
     """Return the indices as ranges, the first three of them. Empty if there are none, or nearly all."""
     if not indices or len(indices) > 0.9 * size:
@@ -120,6 +134,7 @@ class KernelCheck:
             eps = torch.finfo(before.dtype).eps
             noise = float((before.float().square().mean() + reference.square().mean()) * eps**2)
             result = result.float() - before.float()
+        noise += _noise_of_sum(product.parts, product.weight.dtype)
         fmt = product.formats[list(Gemm).index(gemm)]
         bound = REDRAWN if product.redraws and gemm is not Gemm.FPROP and fmt in STOCHASTIC else self._bound[fmt.bits]
         compared = difference(reference, result, bound, noise)
@@ -128,6 +143,10 @@ class KernelCheck:
         key = handle.name, gemm
         self.sqnr[key] = min(self.sqnr.get(key, 200.0), compared.sqnr)
         if compared.sqnr >= bound:
+            return
+        lost = _lost_part(reference, product.parts, result, bound, noise)
+        if lost is not None:
+            self._note_sum(handle, gemm, call, lost, compared, bound)
             return
         order = *self.order_of(handle, gemm, call), rank()
         (left, left_spec, _), (right, right_spec, axis) = operands
@@ -163,22 +182,26 @@ class KernelCheck:
         parts = [each.float() for each in of_ranks(part, handle.tp_group)]
         if len(result) != len(part):
             parts = [each[handle.tp_rank * len(result) :][: len(result)] for each in parts]
-        total, noise = torch.stack(parts).sum(0), float(sum(each.square().mean() for each in parts))
-        noise *= torch.finfo(result.dtype).eps ** 2
+        total, noise = torch.stack(parts).sum(0), _noise_of_sum(parts, result.dtype)
         compared = difference(total, result, SUM, noise)
         if compared is None or compared.sqnr >= SUM:
             return
+        lost = _lost_part(total, parts, result, SUM, noise)
+        call = self._calls[handle.name, handle.expert, gemm] - 1
+        self._note_sum(handle, gemm, call, lost, compared, SUM)
+
+    def _note_sum(
+        self, handle: LinearHandle, gemm: Gemm, call: int, lost: int | None, compared: Difference, bound: float
+    ) -> None:
+        """Note a wrong sum over ranks, and whose part it lacks, by the place in the group. None if that is unclear."""
         culprit, where = rank(), f"{compared.where} of the sum over tensor parallel ranks"
-        for index, each in enumerate(parts):
-            without = difference(total - each, result, SUM, noise)
-            if without is not None and without.sqnr >= SUM:
-                culprit = dist.get_global_rank(handle.tp_group, index) if handle.tp_group is not None else index
-                where = "the sum over tensor parallel ranks lacks the part of this rank"
+        if lost is not None:
+            culprit = lost if handle.tp_group is None else dist.get_global_rank(handle.tp_group, lost)
+            where = "the sum over tensor parallel ranks lacks the part of this rank"
         fault = Fault(
             "reduction", handle.name, gemm.value, handle.expert, culprit, socket.gethostname(), "", (), where,
-            compared.sqnr, SUM,
+            compared.sqnr, bound,
         )  # fmt: skip
-        call = self._calls[handle.name, handle.expert, gemm] - 1
         self.note(LocalFault((*self.order_of(handle, gemm, call), dist.get_world_size(), rank()), fault))
 
     def note(self, fault: LocalFault) -> None:

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers, mappings
+from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 
 from snip_megatron import pretrain_gpt
 from snip_megatron.layers.registry import LinearRegistry
@@ -40,6 +42,8 @@ def run_cases(
         formats = {option_id(name, gemm): Format.FP8 for name in registry.names for gemm in Gemm}
         formats |= {key: Format.FP4 for key in formats if case == "narrow" and key.startswith(LINEAR)}
         of_case = dataclasses.replace(job, formats=PrecisionMap(choices=formats))
+        if case.startswith("stock"):  # Megatron's own code in bf16
+            of_case = dataclasses.replace(job, formats=PrecisionMap(choices=dict.fromkeys(formats, Format.BF16)))
         registry.adopt(of_case.formats)
         with ExitStack() as stack:
             if case in globals():
@@ -65,6 +69,15 @@ def replaced(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> Changed:
         setattr(owner, name, original)
 
 
+@contextmanager
+def reduce_scatters_replaced(wrapper: Callable[[Any], Any]) -> Changed:
+    with ExitStack() as stack:
+        stack.enter_context(replaced(dist, "reduce_scatter_tensor", wrapper))
+        for module in (layers, mappings):  # Megatron's own names
+            stack.enter_context(replaced(module, "dist_reduce_scatter_func", wrapper))
+        yield
+
+
 def last_rank() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
@@ -82,6 +95,31 @@ def rows(registry: LinearRegistry, model: Any) -> Any:
         return faulty
 
     return replaced(GemmBackend, "multiply", wrapper)
+
+
+def stock_rows(registry: LinearRegistry, model: Any) -> Any:
+    """Megatron's own product leaves out the last rows, on one rank."""
+
+    def wrapper(forward: Any) -> Any:
+        def faulty(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
+            y: torch.Tensor = forward(ctx, x, weight, *others)
+            if last_rank():
+                y[-3:] = 0
+            return y
+
+        return staticmethod(faulty)
+
+    return replaced(LinearWithGradAccumulationAndAsyncCommunication, "forward", wrapper)
+
+
+def stock_lost(registry: LinearRegistry, model: Any) -> Any:
+    """The part of one rank is missing in the sums of Megatron's own row-parallel linears."""
+    return lost(registry, model)
+
+
+def stock_lost_gradient(registry: LinearRegistry, model: Any) -> Any:
+    """The part of one rank is missing in the sums of input gradients."""
+    return lost_gradient(registry, model)
 
 
 def stale(registry: LinearRegistry, model: Any) -> Any:
@@ -113,7 +151,7 @@ def lost(registry: LinearRegistry, model: Any) -> Any:
 
         return faulty
 
-    return replaced(dist, "reduce_scatter_tensor", wrapper)
+    return reduce_scatters_replaced(wrapper)
 
 
 @contextmanager
@@ -135,7 +173,7 @@ def lost_gradient(registry: LinearRegistry, model: Any) -> Changed:
 
         return faulty
 
-    with replaced(dist, "reduce_scatter_tensor", scatter), replaced(dist, "all_reduce", reduce):
+    with reduce_scatters_replaced(scatter), replaced(dist, "all_reduce", reduce):
         yield
 
 

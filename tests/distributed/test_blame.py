@@ -26,12 +26,14 @@ def verdicts(warm: WarmRanks, tmp: Path, ranks: int, cases: str, *layout: str) -
 
 def test_faults_of_tensor_parallel_ranks(warm: WarmRanks, tmp_path: Path) -> None:
     cases = "healthy,narrow,outlier,rows,stale,lost,lost_gradient,raced,late,unequal,again"
+    cases += ",stock_healthy,stock_rows,stock_lost,stock_lost_gradient"
     layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer"]
     found = verdicts(warm, tmp_path, 2, cases, *layout)
     assert {case: each["verdict"] for case, each in found.items()} == {
-        **dict.fromkeys(("healthy", "again"), "not_precision"),
+        **dict.fromkeys(("healthy", "again", "stock_healthy"), "not_precision"),
         **dict.fromkeys(("narrow", "outlier"), "rounding"),
         **dict.fromkeys(("rows", "stale", "lost", "lost_gradient", "raced", "late", "unequal"), "bug"),
+        **dict.fromkeys(("stock_rows", "stock_lost", "stock_lost_gradient"), "bug"),
     }
     assert {**found["healthy"], "seconds": 0} == {**found["again"], "seconds": 0}
     for case in ("narrow", "outlier"):
@@ -43,6 +45,9 @@ def test_faults_of_tensor_parallel_ranks(warm: WarmRanks, tmp_path: Path) -> Non
         "stale": ("gemm", LINEAR, 0),
         "lost": ("reduction", "decoder.layers.0.self_attention.linear_proj", 1),
         "lost_gradient": ("reduction", "decoder.layers.3.mlp.linear_fc1", 1),
+        "stock_rows": ("gemm", "decoder.layers.0.self_attention.linear_qkv", 1),
+        "stock_lost": ("reduction", "decoder.layers.0.self_attention.linear_proj", 1),
+        "stock_lost_gradient": ("reduction", "decoder.layers.3.mlp.linear_fc1", 1),
         "raced": ("gather", "decoder.layers.0.self_attention.linear_qkv", 1),
         "late": ("parameter", LINEAR, 1),
         "unequal": ("parameter", "decoder.layers.2.input_layernorm", 1),
