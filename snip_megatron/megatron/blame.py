@@ -7,12 +7,14 @@ saves nothing, and ends with exit code 0. A step is the iteration that Megatron 
 import argparse
 import dataclasses
 import functools
+import hashlib
 import re
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from snip_megatron.layers.registry import LinearRegistry, load_map
@@ -32,9 +34,10 @@ from snip_megatron.runtime.blame import Place, blame_step
 from snip_megatron.runtime.blame_passes import Job
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import MapChannel
+from snip_megatron.runtime.guard import Alarm
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.storage import write_atomically
-from snip_megatron.sensitivity.blame import Blame, Checkpoint
+from snip_megatron.sensitivity.blame import Blame, Checkpoint, Weights
 
 
 def prepare_blame(config: SnipConfig, args: argparse.Namespace) -> None:
@@ -98,6 +101,7 @@ def run_blame(
     folder = Path(channel.agree(chosen or ""))
     checkpoint = Checkpoint(str(args.load), call.step) if call.step else None
     remedies = RemedyWriter(config, args, registry.rows, getattr(args, "snip_host_recipe", None))
+    weights = Weights(call.step, weights_digest(call.model))
     for iteration in blamed_steps(config):
         skipped = iteration - 1 - call.step
         if skipped < 0 or (skipped and checkpoint is None):
@@ -108,15 +112,11 @@ def run_blame(
         step = step_of(dataclasses.replace(call, step=iteration - 1))
         step.first = skipped * call.num_microbatches
         state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
-        blame = blame_step(job, host, registry, step, Place(iteration, checkpoint, folder), state)
+        blame = blame_step(job, host, registry, step, Place(iteration, checkpoint, folder, weights), state)
         on_rank_zero(lambda blame=blame: publish(remedies.write(blame, job.formats, folder), folder))  # type: ignore[misc]
     if dist.is_initialized():
         dist.barrier()
     raise SystemExit(0)
-
-
-GUARD_SECONDS = 60.0
-"""Seconds after which the guard tries no more suspects."""
 
 
 def guard_blame(
@@ -125,23 +125,82 @@ def guard_blame(
     host: Host,
     registry: LinearRegistry,
     call: StepCall,
-    step: MegatronStep,
+    step_of: Callable[[StepCall], MegatronStep],
+    alarm: Alarm,
     failed: PrecisionMap,
-) -> Blame:
-    """Return the verdict about the step before which the guard takes a map back, and write it. Collective.
+) -> Blame | None:
+    """Return the verdict about the step of an alarm, before the guard takes its map back, and write it. Collective.
 
-    The weights are those that the alarm left, and the microbatches the next ones.
+    The weights are those that training has now. If a rank has not kept the microbatches of the step, as after a resume,
+    they are the next ones. Returns None if the data has no more.
     """
+    count = guard_microbatches(config, host, call)
+    candidates: list[Callable[[], StepCall]] = [
+        lambda: dataclasses.replace(
+            call, step=alarm.step, num_microbatches=count,
+            data_iterator=compat.kept_microbatches(call.data_iterator, alarm.step, count),
+        ),
+        lambda: _readable(call, count),
+    ]  # fmt: skip
+    readable = next((each for each in map(functools.partial(_on_all_ranks, host), candidates) if each), None)
+    if readable is None:
+        return None
     root = run_folder(config, args) or Path(tempfile.gettempdir())
     job = snip_job(failed, registry)
     state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
+    weights = Weights(call.step, weights_digest(call.model))
     blame = blame_step(
-        job, host, registry, step, Place(call.step + 1, None, root), state,
-        microbatches=config.probe_microbatches, seconds=GUARD_SECONDS,
+        job, host, registry, step_of(readable), Place(readable.step + 1, None, root, weights), state,
+        seconds=config.guard_blame_seconds, microbatches=count,
     )  # fmt: skip
     remedies = RemedyWriter(config, args, registry.rows)
     on_rank_zero(lambda: publish(remedies.write(blame, failed, root), root))
     return blame
+
+
+def guard_microbatches(config: SnipConfig, host: Host, call: StepCall) -> int:
+    """Return how many microbatches of a step the guard keeps on each rank."""
+    return min(call.num_microbatches, -(-config.probe_microbatches // host.pass_group) * host.pass_group)
+
+
+def _readable(call: StepCall, count: int) -> StepCall:
+    compat.repeated(call.data_iterator, range(count))
+    return call
+
+
+def _on_all_ranks(host: Host, make: Callable[[], StepCall]) -> StepCall | None:
+    """Return the result of ``make``. None if it raises SnipError on a rank. Collective."""
+    try:
+        made = make()
+    except SnipError:
+        made = None
+    failed = torch.tensor(int(made is None), device=host.device)
+    dist.all_reduce(failed)
+    return None if failed.item() else made
+
+
+_CHUNK = 2**24  # elements of a parameter that are read at a time
+
+
+def weights_digest(model: Sequence[torch.nn.Module]) -> str:
+    """Return a digest of the bits of all parameters on all ranks. It is equal only on the same layout. Collective."""
+    compat.gather_parameters(model)
+    sums = []
+    for chunk in model:
+        for parameter in chunk.parameters():
+            local = getattr(parameter, "_local_tensor", parameter).detach().reshape(-1)
+            bits = local.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()])
+            total = torch.zeros((), dtype=torch.int64, device=bits.device)
+            for start in range(0, len(bits), _CHUNK):
+                part = bits[start : start + _CHUNK].long()
+                total = total * 31 + (part * torch.arange(1, 2 * len(part), 2, device=bits.device)).sum()
+            sums.append(total)  # integers, which overflow alike
+    local_digest = hashlib.sha256(str(torch.stack(sums).tolist()).encode()).hexdigest()
+    every = [local_digest]
+    if dist.is_initialized():
+        every *= dist.get_world_size()
+        dist.all_gather_object(every, local_digest)
+    return hashlib.sha256("".join(every).encode()).hexdigest()[:16]
 
 
 def publish(blame: Blame, folder: Path) -> None:

@@ -15,7 +15,7 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.layers.registry import check_map_fits, describe_left_out, load_map
 from snip_megatron.megatron import compat, validate
-from snip_megatron.megatron.blame import guard_blame, map_of_job, run_blame, snip_job
+from snip_megatron.megatron.blame import guard_blame, guard_microbatches, map_of_job, run_blame, snip_job
 from snip_megatron.megatron.compat.checkpoints import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.compat.checkpoints import SnipState
 from snip_megatron.megatron.conversion import convert_model, what_stays
@@ -42,10 +42,12 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller, OnAdopt
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.exchange import Failure, MapChannel, StepReport, UpdateBrokenError
+from snip_megatron.runtime.guard import Alarm
 from snip_megatron.runtime.host import Host, ProbeResult, Unmeasured
 from snip_megatron.runtime.probe import ProbeRunner
 from snip_megatron.runtime.rise import Rise
 from snip_megatron.runtime.state import ControllerState
+from snip_megatron.sensitivity.blame import UNFINISHED
 from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest
@@ -267,6 +269,10 @@ class SnipRun:
 
         with _between_steps(call.step, "adoption"):
             diagnose = functools.partial(self._diagnose, call) if self._config.guard_blame else None
+            if self._config.guard_blame:
+                assert self._host is not None
+                kept = guard_microbatches(self._config, self._host, call)
+                compat.keep_microbatches(call.data_iterator, call.step, kept)
             controller.before_step(call.step, probe, measure, diagnose)
             self.graphs.recapture(call.step)
         started = time.perf_counter()
@@ -329,15 +335,19 @@ class SnipRun:
             job = snip_job(in_force, registry)
         run_blame(self._config, self._args, host, registry, call, job, self._step_without_graphs)
 
-    def _diagnose(self, call: StepCall, step: int, failed: PrecisionMap) -> dict[str, Any]:
-        """Find out on the microbatches of a step what is to blame for an alarm. Returns the fields of the event."""
+    def _diagnose(self, call: StepCall, alarm: Alarm, failed: PrecisionMap) -> dict[str, Any]:
+        """Find out on the microbatches of an alarm's step what is to blame. Returns the fields of the event."""
         assert self._host is not None
         assert self._registry is not None
-        host_step = self._step_without_graphs(call)
-        blame = guard_blame(self._config, self._args, self._host, self._registry, call, host_step, failed)
+        without_graphs = self._step_without_graphs
+        blame = guard_blame(self._config, self._args, self._host, self._registry, call, without_graphs, alarm, failed)
+        if blame is None:
+            return {"verdict": UNFINISHED, "why": "no microbatches are left", "culprit": "", "seconds": 0.0}
         culprit = next(iter(blame.culprits), None) or blame.bug
         named = "" if culprit is None else f"{culprit.linear}:{culprit.gemm}"
-        return {"verdict": blame.verdict, "why": blame.reason, "culprit": named, "seconds": blame.seconds}
+        assert blame.weights is not None
+        fields = {"verdict": blame.verdict, "why": blame.reason, "culprit": named, "seconds": blame.seconds}
+        return fields | {"of_step": blame.step - 1, "weights": blame.weights.digest}
 
     def _build(self, call: StepCall) -> Controller:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"

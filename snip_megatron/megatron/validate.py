@@ -233,6 +233,7 @@ def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
         (implementation is not None, f"--cuda-graph-impl {implementation}", "leave it out"),
         (getattr(args, "optimizer_cpu_offload", False), "--optimizer-cpu-offload", "leave it out"),
         (overlaps, "--overlap-moe-expert-parallel-comm", "leave it out"),
+        (config.guard_blame, "--snip-guard-blame", "leave it out"),
         (config.gradient_reduction != "fp32", f"--snip-gradient-reduction {config.gradient_reduction}", "use fp32"),
         (
             config.gemm == "transformer_engine",

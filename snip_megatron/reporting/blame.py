@@ -15,9 +15,9 @@ from snip_megatron import __version__
 from snip_megatron.precision import Gemm, LinearId
 from snip_megatron.reporting import template_text
 from snip_megatron.runtime.storage import deliver
-from snip_megatron.sensitivity.blame import BUG, PASSES, ROUNDING, Blame, Harm
+from snip_megatron.sensitivity.blame import BUG, PASSES, ROUNDING, UNFINISHED, Blame, Harm
 
-_TITLES = {BUG: "A bug", ROUNDING: "Rounding"}
+_TITLES = {BUG: "A bug", ROUNDING: "Rounding", UNFINISHED: "Unfinished"}
 _PASSES = {"bf16": "bf16", "reference": "exact formats", "kernels": "kernels"}
 _CELL, _HEIGHT, _LEFT, _TOP, _GAP = 18, 13, 30, 54, 5
 """Width and height of a cell of the grid, room for the layers' numbers and for the linears' names, gap between

@@ -24,26 +24,33 @@ from snip_megatron.runtime.watched import watched
 from snip_megatron.sensitivity.blame import (
     BUG,
     NOT_PRECISION,
+    PASSES,
     ROUNDING,
+    UNFINISHED,
     Blame,
     Checkpoint,
     Fault,
     PassFigures,
+    Weights,
 )
 from snip_megatron.sensitivity.outliers import LIMIT, RATIO
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a verdict stands: the step as the host counts it, its checkpoint, and the folder of files."""
+    """Where a verdict stands: the step as the host counts it, its checkpoint, the folder of files, and the weights."""
 
     step: int
     checkpoint: Checkpoint | None
     folder: Path
+    weights: Weights | None = None
 
 
 StateCheck = Callable[[KernelCheck], AbstractContextManager[None]]
 """Returns a context that checks what the host does beside GEMMs, and notes faults."""
+
+_KERNELS_END, _EFFECTS_END = 0.4, 0.7
+"""Shares of a bounded time after which no more kernels are compared, and no more effects of rounding measured."""
 
 
 def blame_step(
@@ -59,7 +66,8 @@ def blame_step(
 ) -> Blame:
     """Return the verdict about ``step``. Random states, gradients and data order are restored. Collective.
 
-    ``microbatches`` and ``seconds``, after which no more suspects are tried, are those of :class:`Passes`.
+    ``microbatches`` and ``seconds`` are those of :class:`Passes`. Where the time ends before a verdict is certain, the
+    verdict is ``unfinished``.
     """
     started = time.perf_counter()
     passes = Passes(job, host, registry, step, microbatches, seconds)
@@ -68,36 +76,56 @@ def blame_step(
             blame = _blame(passes, place, state)
         finally:
             registry.start_step(step.step)
-    return dataclasses.replace(blame, seconds=round(time.perf_counter() - started, 3))
+    return dataclasses.replace(
+        blame,
+        microbatches=passes.microbatches,
+        step_microbatches=step.microbatches,
+        seconds=round(time.perf_counter() - started, 3),
+    )
 
 
 def _blame(passes: Passes, place: Place, state: StateCheck) -> Blame:
     job, context = passes.job, passes.registry.context
     # The job's own kernels run first, as a training's first step does after loading.
     check = KernelCheck(job.formats_of, job.numerics, job.bound)
-    with state(check), job.watch(context, check):
-        kernels = PassResult([], passes.gradients())
-    kernels = kernels._replace(losses=passes.losses())
     effects = RoundingEffects(job.formats_of, job.numerics, len(passes.registry.names), passes.host.device)
-    with passes.forced(lambda _: ALL_BF16):
-        plain = PassResult(passes.losses(), [])
-        with watched(context, effects):
-            plain = plain._replace(gradients=passes.gradients())
-    with passes.forced(job.formats_of):
-        rounded = PassResult(passes.losses(), passes.gradients())
-    figures = {
-        name: passes.figures(each) for name, each in {"bf16": plain, "reference": rounded, "kernels": kernels}.items()
-    }
-    rise = passes.rise(rounded.losses, plain.losses)
-    suspects = Suspects(passes, effects.reduced(), sqnr_over_ranks(check.sqnr))
+    timed_check, timed_effects = passes.until(_KERNELS_END, check), passes.until(_EFFECTS_END, effects)
+    with state(check), job.watch(context, timed_check):
+        kernels = PassResult([], passes.gradients())
+    results = {"kernels": kernels._replace(losses=passes.losses())}
+    if not (is_late := passes.is_late):
+        with passes.forced(lambda _: ALL_BF16):
+            plain = PassResult(passes.losses(), [])
+            with watched(context, timed_effects):
+                results["bf16"] = plain._replace(gradients=passes.gradients())
+        is_late = passes.is_late
+    if not is_late:
+        with passes.forced(job.formats_of):
+            results["reference"] = PassResult(passes.losses(), passes.gradients())
+    is_late = passes.on_any_rank(is_late or timed_check.is_late or timed_effects.is_late)
+    figures = {name: passes.figures(results[name]) for name in PASSES if name in results}
     fault, is_local = first_of_ranks(check.first)
-    verdict, reason = _verdict(fault, figures, rise, suspects)
     blame = Blame(
-        place.step, place.checkpoint, job.kind, job.description, verdict, reason, figures, harm=suspects.harm,
-        thresholds=_thresholds(rise),
-    )  # fmt: skip
+        place.step, place.checkpoint, job.kind, job.description, UNFINISHED, "", figures, weights=place.weights
+    )
+    if "bf16" not in results:
+        suspects, rise = None, None
+    else:  # kernels without a fault compute what the reference does
+        plain, rounded = results["bf16"], results.get("reference", results["kernels"])
+        rise = passes.rise(rounded.losses, plain.losses)
+        suspects = Suspects(passes, effects.reduced(), sqnr_over_ranks(check.sqnr))
+        blame = dataclasses.replace(blame, harm=suspects.harm, thresholds=_thresholds(rise))
     if fault is not None:
-        return dataclasses.replace(blame, bug=_save_inputs(fault, check.first if is_local else None, place))
+        gemm = "" if fault.gemm is None else f":{fault.gemm}"
+        reason = f"{fault.linear}{gemm} on rank {fault.rank} is not what its inputs give: {fault.where}"
+        bug = _save_inputs(fault, check.first if is_local else None, place)
+        return dataclasses.replace(blame, verdict=BUG, reason=reason, bug=bug)
+    if suspects is None or rise is None:
+        return dataclasses.replace(blame, reason=f"the time of {passes.seconds:g} s ended before the pass in bf16")
+    verdict, reason = _verdict(figures, rise, suspects)
+    if verdict == NOT_PRECISION and figures["bf16"].finite and is_late:
+        verdict, reason = UNFINISHED, f"the time of {passes.seconds:g} s ended, and until then {reason}"
+    blame = dataclasses.replace(blame, verdict=verdict, reason=reason)
     if verdict != ROUNDING:
         return blame
     culprits, trials = find_culprits(passes, suspects, plain, rounded, rise)
@@ -111,15 +139,11 @@ def _thresholds(rise: Rise) -> dict[str, float]:
     return {"rise": rise_of_loss, "rise_error": rise.error, "healthy_rise": rise.healthy, "ratio": RATIO, **limits}
 
 
-def _verdict(
-    fault: Fault | None, figures: Mapping[str, PassFigures], rise: Rise, suspects: Suspects
-) -> tuple[str, str]:
-    if fault is not None:
-        gemm = "" if fault.gemm is None else f":{fault.gemm}"
-        return BUG, f"{fault.linear}{gemm} on rank {fault.rank} is not what its inputs give: {fault.where}"
+def _verdict(figures: Mapping[str, PassFigures], rise: Rise, suspects: Suspects) -> tuple[str, str]:
+    """Return the verdict about a step whose kernels have no fault."""
     if not figures["bf16"].finite:
         return NOT_PRECISION, "the loss or the gradients are not finite in bf16 either"
-    if not figures["reference"].finite:
+    if not figures["reference" if "reference" in figures else "kernels"].finite:
         return ROUNDING, "the loss or the gradients are not finite in the job's formats, and they are in bf16"
     if not rise.is_healthy:
         return ROUNDING, (

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from snip_megatron.layers.context import LinearHandle, Override, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import Formats, Gemm, PrecisionMap
-from snip_megatron.runtime.exact_products import EXACT, ExactBackend, Watcher
+from snip_megatron.runtime.exact_products import EXACT, ExactBackend, Product, Watcher
 from snip_megatron.runtime.gemm_check import BOUND
 from snip_megatron.runtime.host import Host, HostStep
 from snip_megatron.runtime.watched import watched
@@ -86,7 +86,7 @@ class Passes:
     """Runs the passes. All methods but :meth:`forced` are collective.
 
     They run on the first ``microbatches`` of the step, by default as many as have ENOUGH_TOKENS on a rank.
-    :attr:`is_late` is true after ``seconds``.
+    No pass begins that would probably end later than ``seconds`` from now (:attr:`is_late`).
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Passes:
         self.job, self.host, self.registry, self.step = job, host, registry, step
         enough = microbatches or max(1, ENOUGH_TOKENS // (host.tokens or ENOUGH_TOKENS))
         self.microbatches = min(step.microbatches, -(-enough // host.pass_group) * host.pass_group)
-        self._deadline = time.monotonic() + seconds
+        self.seconds, self._started, self._longest = seconds, time.monotonic(), 0.0
         self.scale = 0.0  # from gradients of a pass to those of the mean loss
         self.tokens = 0.0  # of a pass over all ranks, known from its losses on
 
@@ -125,7 +125,12 @@ class Passes:
     def losses(self) -> Losses:
         """Return the losses of tokens of one forward, and their weights."""
         self._prepare()
-        return self.step.losses()
+        started = time.monotonic()
+        losses = self.step.losses()
+        if self.host.device.type == "cuda":
+            torch.cuda.synchronize(self.host.device)
+        self._longest = max(self._longest, time.monotonic() - started)
+        return losses
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients of this rank's linears after one forward and backward."""
@@ -142,11 +147,19 @@ class Passes:
 
     @property
     def is_late(self) -> bool:
-        """Whether a rank has no more time."""
-        late = torch.tensor(int(time.monotonic() > self._deadline), dtype=torch.int32, device=self.host.device)
+        """Whether a rank has no time for another forward and backward, which take as long as three forwards."""
+        return self.on_any_rank(time.monotonic() - self._started + 3.0 * self._longest > self.seconds)
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Return whether ``flag`` is true on a rank."""
+        flags = torch.tensor(int(flag), dtype=torch.int32, device=self.host.device)
         if dist.is_initialized():
-            dist.all_reduce(late, dist.ReduceOp.MAX)
-        return bool(late.item())
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags.item())
+
+    def until(self, share: float, watcher: Watcher) -> "TimedWatcher":
+        """Return a watcher that passes products on until a share of the time has gone."""
+        return TimedWatcher(watcher, self._started + share * self.seconds)
 
     # -- figures -----------------------------------------------------------------------------------------------
     def figures(self, result: PassResult) -> PassFigures:
@@ -199,6 +212,39 @@ class Passes:
     def _healthy_rise(self) -> float:
         fprops = [self.job.formats.format_of(name, Gemm.FPROP).bits for name in self.registry.names]
         return sum(HEALTHY_RISE[bits] for bits in fprops) / len(fprops)
+
+
+class TimedWatcher:
+    """Passes products to another watcher until ``end`` on the clock of a tensor parallel rank.
+
+    The ranks of a group agree about each product, because comparing one is a collective of the group.
+    """
+
+    def __init__(self, watcher: Watcher, end: float) -> None:
+        self._watcher, self._end = watcher, end
+        self.formats_of, self.is_late = watcher.formats_of, False
+
+    def on_result(self, product: Product, *others: Any) -> None:
+        if not self._has_ended(product):
+            self._watcher.on_result(product, *others)
+
+    def on_gather(self, product: Product, x: torch.Tensor) -> None:
+        check = getattr(self._watcher, "on_gather", None)
+        if check is not None and not self._has_ended(product):
+            check(product, x)
+
+    def on_backward(self, product: Product, *others: Any) -> None:
+        if not self._has_ended(product):
+            self._watcher.on_backward(product, *others)
+
+    def _has_ended(self, product: Product) -> bool:
+        self.is_late = self.is_late or time.monotonic() > self._end
+        group = product.handle.tp_group
+        if group is not None and math.isfinite(self._end):
+            late = torch.tensor(int(self.is_late), dtype=torch.int32, device=product.weight.device)
+            dist.all_reduce(late, dist.ReduceOp.MAX, group=group)
+            self.is_late = bool(late.item())
+        return self.is_late
 
 
 class _CountedOverride(Override):

@@ -196,6 +196,9 @@ class SnipConfig:
         " load it; deepgemm, cublas: with and without DeepGEMM, and no start if the library cannot be loaded",
         choices=LIBRARIES,
     )
+    guard_blame_seconds: float = setting(
+        60.0, "seconds that the guard takes at most to find out what is to blame", positive=True
+    )
     deadline: float = setting(
         600.0, "seconds after which a solver process that does not answer is killed and replaced", positive=True
     )
@@ -261,7 +264,7 @@ class SnipConfig:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types, as ``config.json`` of the run directory holds them."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"budget": str(self.budget)}
-        del values["blame"], values["guard_blame"]  # which change no training
+        del values["blame"], values["guard_blame"], values["guard_blame_seconds"]  # which change no training
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 

@@ -18,7 +18,7 @@ from snip_megatron.precision.strict_json import is_finite
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.exchange import Failure, MapChannel, StepFigures, StepReport, UpdateDroppedError
-from snip_megatron.runtime.guard import Guard, GuardState
+from snip_megatron.runtime.guard import Alarm, Guard, GuardState
 from snip_megatron.runtime.host import Kernels, ProbeResult, Sink, Unmeasured
 from snip_megatron.runtime.rise import Comparison, Rise, bound_of
 from snip_megatron.runtime.solving import Candidate
@@ -29,8 +29,8 @@ from snip_megatron.sensitivity.table import StatisticsTable
 Measure = Callable[[Sequence[PrecisionMap]], list[Rise] | Unmeasured]
 """Returns the rise of the loss under each map on a step's tokens, or why all ranks drop the update. Collective."""
 
-Diagnose = Callable[[int, PrecisionMap], Mapping[str, Any]]
-"""Returns the fields of an event about what is to blame for an alarm at a step, under a map. Collective."""
+Diagnose = Callable[[Alarm, PrecisionMap], Mapping[str, Any]]
+"""Returns the fields of an event about what is to blame for an alarm under a map. Collective."""
 
 _PATIENCE = 3
 """Number of dropped updates in a row from which on the time to the next try doubles."""
@@ -383,7 +383,7 @@ class Controller:
             f" checkpoint before it and --snip-blame {alarm.step + 1}{self._map_argument()}"
         )
         if diagnose is not None:
-            self._event(step, "blame", alarm_step=alarm.step, version=failed.version, **diagnose(step, failed),
+            self._event(step, "blame", alarm_step=alarm.step, version=failed.version, **diagnose(alarm, failed),
                         wait_s=_since(started))  # fmt: skip
             started = time.perf_counter()
         good = self._guard.state.good or PrecisionMap.uniform(self._registry.names, Format.BF16)

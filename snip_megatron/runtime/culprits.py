@@ -12,7 +12,7 @@ from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import Format, Formats, Gemm
 from snip_megatron.runtime.blame_passes import Passes, PassResult, Rise
 from snip_megatron.runtime.gemm_check import Effect
-from snip_megatron.sensitivity.blame import Culprit, Harm, Trial, smallest_set
+from snip_megatron.sensitivity.blame import EXPLAINED, Culprit, Harm, Trial, smallest_set
 from snip_megatron.sensitivity.outliers import outliers
 
 Key = tuple[str, str]
@@ -103,7 +103,7 @@ def find_culprits(
     known: dict[frozenset[Key], float] = {}
 
     def explained(restored: Sequence[Harm]) -> float:
-        keys = frozenset((harm.linear, harm.gemm) for harm in restored)
+        keys = _keys(restored)
         if keys not in known and passes.is_late:
             return 0.0
         if keys not in known:
@@ -115,6 +115,10 @@ def find_culprits(
         singles = {id(harm): explained([harm]) for harm in ranked[:SINGLES]}
         ranked.sort(key=lambda harm: -singles.get(id(harm), -1.0))
         chosen = smallest_set(ranked, explained)
+        if passes.is_late and known.get(_keys(chosen), 0.0) < EXPLAINED:  # some trials were left out
+            enough = [keys for keys, share in known.items() if share >= EXPLAINED]
+            smallest = min(enough, key=len, default=frozenset[Key]())
+            chosen = [harm for harm in ranked if (harm.linear, harm.gemm) in smallest]
         shares = {
             id(harm): explained([harm]) for harm in {id(h): h for h in [*ranked[:SINGLES], *chosen[:SINGLES]]}.values()
         }
@@ -123,7 +127,8 @@ def find_culprits(
         total = sum(suspects.harmed.values()) or 1.0
         shares = {id(harm): suspects.harmed.get((harm.linear, harm.gemm), 0.0) / total for harm in ranked}
         chosen = [harm for harm in ranked if shares[id(harm)] > 0.0]
-        trials.append(_trial_of_gradients(passes, chosen, plain, rounded))
+        if not passes.is_late:
+            trials.append(_trial_of_gradients(passes, chosen, plain, rounded))
     return [
         Culprit(
             harm.linear, harm.gemm, None, None, harm.format, harm.loss_rise, harm.error, harm.share,
@@ -131,6 +136,10 @@ def find_culprits(
         )
         for harm in ranked
     ], trials  # fmt: skip
+
+
+def _keys(restored: Sequence[Harm]) -> frozenset[Key]:
+    return frozenset((harm.linear, harm.gemm) for harm in restored)
 
 
 def _restored(passes: Passes, restored: frozenset[Key], handle: LinearHandle) -> Formats:
@@ -153,7 +162,7 @@ def _share_of_rise(passes: Passes, restored: frozenset[Key], plain: PassResult, 
 
 def _trial_of_gradients(passes: Passes, restored: Sequence[Harm], plain: PassResult, rounded: PassResult) -> Trial:
     """Return the share of the error of all gradients that disappears if these GEMMs run in bf16. Collective."""
-    keys = frozenset((harm.linear, harm.gemm) for harm in restored)
+    keys = _keys(restored)
     with passes.forced(lambda handle: _restored(passes, keys, handle)):
         rest = passes.gradient_error(passes.gradients(), plain.gradients)
     before = passes.gradient_error(rounded.gradients, plain.gradients)

@@ -14,7 +14,7 @@ from snip_megatron.precision.errors import SnipError, located
 from snip_megatron.precision.strict_json import JsonFields, read_file, read_object
 
 BLAME_SCHEMA = "snip.blame/1"
-BUG, ROUNDING, NOT_PRECISION = "bug", "rounding", "not_precision"
+BUG, ROUNDING, NOT_PRECISION, UNFINISHED = "bug", "rounding", "not_precision", "unfinished"
 PASSES = ("bf16", "reference", "kernels")
 
 EXPLAINED = 0.9
@@ -161,8 +161,24 @@ class Checkpoint(JsonFields):
 
 
 @dataclass(frozen=True)
+class Weights(JsonFields):
+    """The weights of the passes: the number of steps that have trained them, and a digest of all ranks' parameters.
+
+    Digests are equal only on the same layout.
+    """
+
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Blame(JsonFields):
-    """The verdict about one step. All ranks have the same."""
+    """The verdict about one step. All ranks have the same.
+
+    Attributes:
+        step: The step, counted from 1.
+        microbatches, step_microbatches: Number of its microbatches on a rank that every pass ran, and of all of them.
+    """
 
     step: int
     checkpoint: Checkpoint | None
@@ -178,6 +194,9 @@ class Blame(JsonFields):
     remedy: Remedy | None = None
     seconds: float = 0.0
     thresholds: Mapping[str, float] | None = None
+    microbatches: int = 0
+    step_microbatches: int = 0
+    weights: Weights | None = None
 
     def to_json(self) -> str:
         """Return the content of a ``snip.blame/1`` file."""
@@ -193,10 +212,19 @@ class Blame(JsonFields):
                 raise SnipError(f'format: must be "{BLAME_SCHEMA}"')
             return cls.from_dict(body, "blame")
 
+    @property
+    def ran(self) -> str:
+        """What the passes ran, in words."""
+        count = f"{self.microbatches} of {self.step_microbatches} microbatches a rank of step {self.step}"
+        weights = self.weights
+        return count if weights is None else f"{count}, weights after step {weights.step} ({weights.digest})"
+
     def text(self) -> str:
         """Return the verdict as a page of text."""
-        title = {BUG: "a bug", ROUNDING: "rounding", NOT_PRECISION: "not precision"}[self.verdict]
+        title = {BUG: "a bug", NOT_PRECISION: "not precision"}.get(self.verdict, self.verdict)
         lines = [f"step {self.step}: {title}", f"  {self.reason}"]
+        if self.microbatches:
+            lines.append(f"  {self.ran}")
         for name in PASSES:
             if name in self.passes:
                 figures = self.passes[name]

@@ -6,6 +6,7 @@ to ``<case>.json`` in the folder.
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from snip_megatron.megatron.state_check import _named, state_checked
 from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.runtime.blame import Place, blame_step
+from snip_megatron.runtime.blame_passes import Passes
 
 Changed = Iterator[None]
 LINEAR = "decoder.layers.1.mlp.linear_fc1"
@@ -40,7 +42,7 @@ def run_cases(
 ) -> NoReturn:
     for case in os.environ["CASES"].split(","):
         formats = {option_id(name, gemm): Format.FP8 for name in registry.names for gemm in Gemm}
-        formats |= {key: Format.FP4 for key in formats if case == "narrow" and key.startswith(LINEAR)}
+        formats |= {key: Format.FP4 for key in formats if case in ("narrow", "cut") and key.startswith(LINEAR)}
         of_case = dataclasses.replace(job, formats=PrecisionMap(choices=formats))
         if case.startswith("stock"):  # Megatron's own code in bf16
             of_case = dataclasses.replace(job, formats=PrecisionMap(choices=dict.fromkeys(formats, Format.BF16)))
@@ -51,8 +53,9 @@ def run_cases(
             # An outlier is in the weights, which the optimizer's copies do not follow here.
             state: Any = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
             blame = blame_step(
-                of_case, host, registry, step_of(call), Place(1, None, Path.cwd()), *[state] * (case != "outlier")
-            )
+                of_case, host, registry, step_of(call), Place(1, None, Path.cwd()), *[state] * (case != "outlier"),
+                seconds=math.inf if case != "hurried" else 1e-3 if last_rank() else 1e6,
+            )  # fmt: skip
         if dist.get_rank() == 0:
             Path(f"{case}.json").write_text(blame.to_json())
     dist.barrier()
@@ -80,6 +83,12 @@ def reduce_scatters_replaced(wrapper: Callable[[Any], Any]) -> Changed:
 
 def last_rank() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
+
+
+def cut(registry: LinearRegistry, model: Any) -> Any:
+    """The time ends after all passes but those of the bisection."""
+    times = iter((False, False))
+    return replaced(Passes, "is_late", lambda _: property(lambda _: next(times, True)))
 
 
 def rows(registry: LinearRegistry, model: Any) -> Any:

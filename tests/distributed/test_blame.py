@@ -25,13 +25,14 @@ def verdicts(warm: WarmRanks, tmp: Path, ranks: int, cases: str, *layout: str) -
 
 
 def test_faults_of_tensor_parallel_ranks(warm: WarmRanks, tmp_path: Path) -> None:
-    cases = "healthy,narrow,outlier,rows,stale,lost,lost_gradient,raced,late,unequal,again"
+    cases = "hurried,cut,healthy,narrow,outlier,rows,stale,lost,lost_gradient,raced,late,unequal,again"
     cases += ",stock_healthy,stock_rows,stock_lost,stock_lost_gradient"
     layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer"]
     found = verdicts(warm, tmp_path, 2, cases, *layout)
     assert {case: each["verdict"] for case, each in found.items()} == {
         **dict.fromkeys(("healthy", "again", "stock_healthy"), "not_precision"),
-        **dict.fromkeys(("narrow", "outlier"), "rounding"),
+        **dict.fromkeys(("narrow", "outlier", "cut"), "rounding"),
+        "hurried": "unfinished",
         **dict.fromkeys(("rows", "stale", "lost", "lost_gradient", "raced", "late", "unequal"), "bug"),
         **dict.fromkeys(("stock_rows", "stock_lost", "stock_lost_gradient"), "bug"),
     }
@@ -39,6 +40,10 @@ def test_faults_of_tensor_parallel_ranks(warm: WarmRanks, tmp_path: Path) -> Non
     for case in ("narrow", "outlier"):
         assert found[case]["culprits"][0]["linear"] == LINEAR
         assert found[case]["culprits"][0]["confirmed"]
+    assert found["hurried"]["passes"].keys() == {"kernels"}, "one rank has no time, so that none goes on"
+    assert "time of" in found["hurried"]["reason"]
+    assert {each["linear"] for each in found["cut"]["culprits"] if each["confirmed"]} <= {LINEAR}
+    assert found["healthy"]["microbatches"] == found["healthy"]["step_microbatches"] > 0
     bugs = {case: each["bug"] for case, each in found.items() if each["bug"]}
     assert {case: (bug["kind"], bug["linear"], bug["rank"]) for case, bug in bugs.items()} == {
         "rows": ("gemm", "decoder.layers.3.mlp.linear_fc2", 1),

@@ -127,7 +127,10 @@ def test_the_map_is_taken_back_and_the_next_must_promise_more(warm: WarmRanks, t
     done = warm.succeed(2, args, module="altered_pretrain", env=spikes, tmp=tmp_path / "ranks", timeout=200)
     (blamed,) = events(run, "blame")
     assert (blamed["step"], blamed["alarm_step"], blamed["verdict"]) == (20, 18, "not_precision")
-    assert Blame.load(run / "blame_21.json").verdict == "not_precision"
+    verdict = Blame.load(run / "blame_19.json")  # about the microbatches of the alarm, on the weights of now
+    assert (verdict.verdict, verdict.microbatches, blamed["of_step"]) == ("not_precision", 1, 18)
+    assert verdict.weights is not None
+    assert (verdict.weights.step, verdict.weights.digest) == (20, blamed["weights"])
     assert f"--snip-blame 19 --snip-map {run / 'maps' / 'step_14.json'}" in done.stdout
     guards = events(run, "guard")
     assert [(event["step"], event["action"]) for event in guards] == [(20, "taken_back"), (23, "refused")]

@@ -3,7 +3,13 @@
 These names are checked when the modules are imported.
 """
 
-from snip_megatron.megatron.compat.batches import batch_size_ramp, divisible, repeated
+from snip_megatron.megatron.compat.batches import (
+    batch_size_ramp,
+    divisible,
+    keep_microbatches,
+    kept_microbatches,
+    repeated,
+)
 from snip_megatron.megatron.compat.checkpoints import checkpoint_has, state_beside_model
 from snip_megatron.megatron.compat.gradients import (
     check_gradient_reduction,

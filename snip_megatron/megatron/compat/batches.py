@@ -1,4 +1,4 @@
-"""Reads the next microbatches of training, or some of their sequences, without consuming them."""
+"""Reads microbatches of training, the next ones or some of earlier steps, without consuming them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,35 @@ def batch_size_ramp(args: argparse.Namespace) -> str | None:
     return next((name for name in _RAMPS if getattr(args, name[2:].replace("-", "_"), None) is not None), None)
 
 
+_KEPT_STEPS = 3
+"""Number of steps whose microbatches are kept: the guard sees the figures of a step two steps later."""
+
+
 class PeekableIterator:
-    """An iterator with :meth:`peek`, which returns the next items without consuming them."""
+    """An iterator with :meth:`peek`, which returns the next items without consuming them.
+
+    ``kept`` has the first items of the latest steps, after :meth:`keep`.
+    """
 
     def __init__(self, items: Any) -> None:
         self._items = items
         self._ahead: collections.deque[Any] = collections.deque()
+        self.kept: dict[int, list[Any]] = {}
+        self._count = 0
 
     def __iter__(self) -> PeekableIterator:
         return self
 
     def __next__(self) -> Any:
-        return self._ahead.popleft() if self._ahead else next(self._items)
+        item = self._ahead.popleft() if self._ahead else next(self._items)
+        if self.kept and len(kept := self.kept[max(self.kept)]) < self._count:
+            kept.append(_copy(item, None))
+        return item
+
+    def keep(self, step: int, count: int) -> None:
+        """Keep the first ``count`` items that are read from now on, as those of ``step``."""
+        self.kept, self._count = {n: self.kept[n] for n in sorted(self.kept)[1 - _KEPT_STEPS :] if n < step}, count
+        self.kept[step] = []
 
     def __getattr__(self, name: str) -> Any:
         # Megatron calls save_state() of an external data loader. By then the step has consumed all peeked items.
@@ -77,14 +94,41 @@ def repeated(data_iterator: Any, order: Sequence[int], sequences: int | None = N
     return (_copy(batches[i], sequences) for i in order)
 
 
+def keep_microbatches(data_iterator: Any, step: int, count: int) -> None:
+    """Keep the first ``count`` microbatches that ``train_step`` will read in ``step``, for some steps."""
+    for each in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
+        if each is not None:
+            _peekable(each).keep(step, count)
+
+
+def kept_microbatches(data_iterator: Any, step: int, count: int) -> Any:
+    """Return an iterator like ``data_iterator`` over the microbatches that were kept of ``step``.
+
+    Raises SnipError if fewer than ``count`` were.
+    """
+    if isinstance(data_iterator, list):
+        return [kept_microbatches(each, step, count) for each in data_iterator]
+    if data_iterator is None:
+        return None
+    kept = _peekable(data_iterator).kept.get(step, [])
+    if len(kept) < count:
+        raise SnipError(f"the microbatches of step {step} were not kept")
+    return RerunDataIterator(iter(kept))
+
+
 def _peek(iterator: Any, count: int) -> list[Any]:
-    if not isinstance(iterator, RerunDataIterator):
-        raise SnipError(f"the data iterator is a {type(iterator).__name__}, not Megatron's RerunDataIterator")
+    source = _peekable(iterator)
     if iterator.replaying:  # the rerun machine repeats this step after a restart
         return list(iterator.saved_microbatches[iterator.replay_pos :][:count])
+    return source.peek(count)
+
+
+def _peekable(iterator: Any) -> PeekableIterator:
+    if not isinstance(iterator, RerunDataIterator):
+        raise SnipError(f"the data iterator is a {type(iterator).__name__}, not Megatron's RerunDataIterator")
     if not isinstance(iterator.iterable, PeekableIterator):
         iterator.iterable = PeekableIterator(iterator.iterable)
-    return iterator.iterable.peek(count)
+    return iterator.iterable
 
 
 def _copy(batch: Any, sequences: int | None) -> Any:

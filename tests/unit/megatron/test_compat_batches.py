@@ -44,6 +44,28 @@ def test_peek_repeats_and_training_gets_the_same_objects() -> None:
     assert list(compat.repeated(data, ())) == []
 
 
+def test_first_microbatches_of_the_latest_steps_are_kept() -> None:
+    data = numbered(20)
+    next(data)
+    for step in range(3, 8):
+        compat.keep_microbatches(data, step, 2)
+        list(compat.repeated(data, range(1)))
+        for batch in [next(data) for _ in range(3)]:
+            batch["tokens"] = None  # a forward step may do that to its dictionary
+    for _ in range(2):
+        kept = compat.kept_microbatches(data, 6, 2)
+        assert list(compat.repeated(kept, [0, 1, 0])) == [{"tokens": 10}, {"tokens": 11}, {"tokens": 10}]
+    assert [next(kept)["tokens"] for _ in range(2)] == [10, 11]
+    with pytest.raises(SnipError, match="step 4 were not kept"):
+        compat.kept_microbatches(data, 4, 2)
+    with pytest.raises(SnipError, match="step 7 were not kept"):
+        compat.kept_microbatches(data, 7, 3)
+    compat.keep_microbatches([data, None], 8, 1)
+    assert next(data)["tokens"] == 16
+    first, second = compat.kept_microbatches([data, None], 8, 1)
+    assert (next(first)["tokens"], second) == (16, None)
+
+
 def test_any_order_as_often_as_wanted() -> None:
     data = numbered(4)
     handed = list(compat.repeated(data, [2, 2, 0, 1, 0]))

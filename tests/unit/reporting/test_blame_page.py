@@ -17,6 +17,7 @@ from snip_megatron.sensitivity.blame import (
     PassFigures,
     Remedy,
     Trial,
+    Weights,
 )
 
 PATHS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -41,8 +42,11 @@ def blamed(verdict: str) -> Blame:
         culprits=(culprit,) if verdict == ROUNDING else (),
         bisection=(Trial(6, 0.98), Trial(1, 0.97)) if verdict == ROUNDING else (),
         harm=harm,
-        remedy=Remedy(("--snip-pin", "decoder.layers.1.mlp.linear_fc1:fprop=bf16"), slowdown=1.004)
-        if verdict == ROUNDING else None,
+        remedy=Remedy(
+            ("--snip-pin", "decoder.layers.1.mlp.linear_fc1:fprop=bf16"), "a_map.json", "a.yaml", slowdown=1.004,
+            notes=("no module for <TE>",),
+        ) if verdict == ROUNDING else None,
+        microbatches=3, step_microbatches=8, weights=Weights(60, "0123abcd"),
     )  # fmt: skip
 
 
@@ -50,7 +54,10 @@ def test_rounding_shows_culprit_path_and_remedy() -> None:
     page = blame_page(blamed(ROUNDING))
     for text in ("The job&#39;s formats &lt;do&gt; it.", "+1.20e-01", "not finite", "Bisection", "98 %"):
         assert text in page
-    assert "--snip-pin decoder.layers.1.mlp.linear_fc1:fprop=bf16" in page
+    for way in ("--snip-pin decoder.layers.1.mlp.linear_fc1:fprop=bf16", "--snip-map a_map.json",
+                "--te-precision-config-file a.yaml", "1.004 × as long", "No module for &lt;TE&gt;."):  # fmt: skip
+        assert way in page
+    assert "3 of 8 microbatches a rank of step 61, weights after step 60 (0123abcd)." in page
     assert page.count("<rect ") == 36
     assert page.count('class="bf16"') == 12
     assert page.count(' blamed"') == 1, "only the confirmed culprit is outlined"
