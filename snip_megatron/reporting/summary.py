@@ -372,6 +372,9 @@ def _with_verdict(summary: RunSummary, run: RunData) -> RunSummary:
 def _why_no_map(run: RunData, steps: int) -> str:
     """Return why no quantised map was adopted, with what changes it."""
     config, last = run.config, {str(event["event"]): event for event in run.events}  # the last of each kind
+    adopted = run.adoptions[-1] if run.adoptions else None
+    if adopted is not None and adopted.precision_map is not None and is_quantised(adopted.precision_map):
+        return f"map {adopted.version} was adopted before step {adopted.step}, and no step under it has ended"
     if run.adoptions and "submit" in last:
         return (
             f"the solver chose bf16 for every GEMM, because within --snip-budget {config.get('budget')} no other format"

@@ -214,14 +214,20 @@ def test_an_update_that_a_short_run_has_not_paid_for_pays_in_longer_ones(tmp_pat
         ),
         ([(4, "submit", {}), (5, "solve_failed", {"message": "boom"})], {}, "the solver gave no map (boom)"),
         ([(4, "submit", {}), (9, "adopt", {"version": 1})], {}, "the solver chose bf16 for every GEMM, because within"),
+        (
+            [(4, "submit", {}), (9, "adopt", {"version": 1})],
+            {},
+            "map 1 was adopted before step 9, and no step under it has ended",
+        ),
     ],
 )
 def test_why_no_map_was_adopted(
     tmp_path: Path, events: list[tuple[int, str, dict[str, Any]]], config: dict[str, Any], cause: str
 ) -> None:
+    fmt = Format.FP8 if cause.startswith("map 1") else Format.BF16
     settings, facts = synthetic_run.CONFIG | {"first_update": 100} | config, HOPPER | {"first_update": 100}
     with RunDirectory(tmp_path / "run", settings, overwrite=False, resume_step=None, facts=facts) as run:
-        run.write("maps", 9, PrecisionMap.uniform(synthetic_run.LINEARS, Format.BF16).to_json())
+        run.write("maps", 9, PrecisionMap.uniform(synthetic_run.LINEARS, fmt).to_json())
         for step in range(8):
             run.metric(step, loss=3.0, grad_norm=1.0, fp4_fraction=0.0, step_s=1.0)
         for step, kind, fields in events:
