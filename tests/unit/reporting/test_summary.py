@@ -227,7 +227,7 @@ def test_why_no_map_was_adopted(
     fmt = Format.FP8 if cause.startswith("map 1") else Format.BF16
     settings, facts = synthetic_run.CONFIG | {"first_update": 100} | config, HOPPER | {"first_update": 100}
     with RunDirectory(tmp_path / "run", settings, overwrite=False, resume_step=None, facts=facts) as run:
-        run.write("maps", 9, PrecisionMap.uniform(synthetic_run.LINEARS, fmt).to_json())
+        run.write("maps", 9, PrecisionMap.uniform(synthetic_run.LINEARS, fmt, version=1).to_json())
         for step in range(8):
             run.metric(step, loss=3.0, grad_norm=1.0, fp4_fraction=0.0, step_s=1.0)
         for step, kind, fields in events:
