@@ -23,7 +23,7 @@ from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
 SIZE = 4096
-FORMATS = ("fp8", "fp4", "nvfp4", "mxfp4", "mxfp8")
+FORMATS = ("fp8", "fp4", "nvfp4", "nvfp4_hadamard", "nvfp4_46", "mxfp4", "mxfp4_hadamard", "mxfp8")
 
 
 def microbatch(backend: GemmBackend, fmt: Format, *, cached: bool) -> Callable[[], None]:

@@ -25,6 +25,7 @@ from snip_megatron.numerics.quantize import operands as reference
 from snip_megatron.numerics.quantize.kernels import exact
 from snip_megatron.numerics.quantize.kernels.exact import SHAPES, Shape
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision import Format
 
 SIZES = ((4096, 4096), (8192, 14336))
@@ -33,9 +34,11 @@ CHECKED = (1000, 4224)
 CASES: dict[str, tuple[str, str | None, str | None, bool, bool]] = {
     "nvfp4 rows": ("rows", "nvfp4", None, False, False),
     "nvfp4 rows, stochastic": ("rows", "nvfp4", None, False, True),
+    "nvfp4_46 rows": ("rows", "nvfp4_46", None, False, False),
     "nvfp4 columns": ("columns", None, "nvfp4", False, False),
     "nvfp4 columns, stochastic": ("columns", None, "nvfp4", False, True),
     "nvfp4 blocks": ("columns", "nvfp4", "nvfp4", True, False),
+    "nvfp4_hadamard columns, stochastic": ("columns", None, "nvfp4_hadamard", False, True),
     "mxfp8 rows": ("rows", "mxfp8", None, False, False),
     "mxfp8 columns": ("columns", None, "mxfp8", False, False),
     "mxfp4 columns, stochastic": ("columns", None, "mxfp4", False, True),
@@ -56,7 +59,7 @@ def case(name: str, x: Tensor) -> Call:
     formats = (None if fmt is None else Format(fmt) for fmt in (row, col))
     amax = x.abs().amax().float()
     keys = GradientKeys(2**63 + 11, 12, torch.arange(x.shape[1], device=x.device), paired=True) if random else None
-    spec = OperandSpec(*formats, weight=weight, amax=amax, keys=keys)
+    spec = OperandSpec(*formats, weight=weight, amax=amax, keys=keys, rotation=Rotation(12345, amax))
     return lambda quantize: quantize(x, spec)
 
 

@@ -53,8 +53,8 @@ def plan_trials(names: Sequence[str], formats: Sequence[str]) -> tuple[Trial, ..
         # Noise passes through the whole layer: it starts at the first linear in fprop, at the last one in dgrad.
         for gemm, start in ((Gemm.FPROP, members[0]), (Gemm.DGRAD, members[-1])):
             trials.append(Trial(gemm, (start,), None))
-            trials += [Trial(gemm, (name,), fmt) for name in members for fmt in candidates]
-    return (*trials, *(Trial(Gemm.WGRAD, tuple(names), fmt) for fmt in candidates))
+            trials += [Trial(gemm, (name,), fmt) for name in members for fmt in candidates if gemm in fmt.gemms]
+    return (*trials, *(Trial(Gemm.WGRAD, tuple(names), fmt) for fmt in candidates if Gemm.WGRAD in fmt.gemms))
 
 
 def truth_of(

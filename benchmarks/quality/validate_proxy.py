@@ -29,7 +29,7 @@ from benchmarks.quality.runner import Pool, describe
 from benchmarks.quality.truth import load_truth
 from benchmarks.quality.warm import record_truth
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.precision.formats import FORMATS, Format
+from snip_megatron.precision.formats import FORMATS, Format, Gemm
 from snip_megatron.runtime.storage import deliver
 from snip_megatron.sensitivity.table import StatisticsTable
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE", help=text)
     add_training_arguments(parser, Path("runs/proxy"), "proxy.json and proxy.md")
-    names = [each.value for each in FORMATS if each is not Format.BF16]
+    names = [each.value for each in FORMATS if each is not Format.BF16 and len(each.gemms) == len(Gemm)]
     parser.add_argument("--format", default="fp4", choices=names, help="format to compare; default: fp4")
     text = "microbatches of each measured batch; default: 2"
     parser.add_argument("--probe-microbatches", type=int, default=2, metavar="B", help=text)

@@ -30,6 +30,7 @@ from snip_megatron.numerics.products.backend import (
 from snip_megatron.numerics.quantize import derive_seeds
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm
 from snip_megatron.precision.errors import SnipError
 
@@ -83,6 +84,10 @@ class LinearCall(NamedTuple):
     def trains(self) -> bool:
         """Whether the pass uses the formats of the map in force. Only such passes may be captured in CUDA graphs."""
         return self.override is None and not self.handle.context.probing
+
+    def spec(self, operand: str, x: Tensor, rowwise: Format | None, columnwise: Format | None) -> OperandSpec:
+        """Return how X or W is quantised. See :meth:`LinearHandle.spec`."""
+        return self.handle.spec(operand, x, rowwise, columnwise, on_device=self.trains)
 
 
 class PrequantizedTensor(torch.Tensor):
@@ -149,8 +154,9 @@ class QuantizedLinear(torch.autograd.Function):
         else:
             if call.sequence_parallel:
                 total, saved_format = gather_tokens(x, call.tp_group), None
-                saved = flatten(TokenShard(x.contiguous()))
-            spec = handle.spec("x", total, fprop, saved_format)
+                rotation = handle.rotation("x", x, wgrad, on_device=call.trains)
+                saved = flatten(TokenShard(x.contiguous(), rotation))
+            spec = call.spec("x", total, fprop, saved_format)
             y, operand = backend.forward(total, weight_operands(call, weight, fprop, dgrad)[0], spec)
             saved = saved or operand
         if saved is not None:
@@ -183,7 +189,7 @@ class QuantizedLinear(torch.autograd.Function):
         if not isinstance(g, PrequantizedTensor) and ctx.recorder is None and call.is_alone:
             if call.reduce_scatter:
                 g = gather_tokens(g, call.tp_group)
-            spec = handle.spec("g", g, dgrad, wgrad, gradient_keys(call, g, dgrad, wgrad))
+            spec = handle.spec("g", g, dgrad, wgrad, gradient_keys(call, g, dgrad, wgrad), on_device=call.trains)
             d, grad_weight = handle.context.backend.backward(g, w, x, spec, main_grad)
             handle.state.backwards += 1
         else:
@@ -214,7 +220,7 @@ def _backward_in_parts(
             g = gather_tokens(g, call.tp_group)
         # These collectives come before the gather of X: those of one group run in order, so that quantising G would
         # otherwise wait for the whole gather.
-        spec = handle.spec("g", g, dgrad, wgrad, gradient_keys(call, g, dgrad, wgrad))
+        spec = handle.spec("g", g, dgrad, wgrad, gradient_keys(call, g, dgrad, wgrad), on_device=call.trains)
     if isinstance(saved_x, TokenShard):
         x_gather = start_gather(saved_x.tensor, call.tp_group)
     if not isinstance(g, PrequantizedTensor):
@@ -233,7 +239,8 @@ def _backward_in_parts(
     reduction = _start_reduction(d_local.clone() if copied else d_local, call)
     x_columnwise = saved_x
     if x_gather is not None:
-        x_columnwise = backend.quantize(matrix(x_gather.tensor), OperandSpec(None, wgrad))[1]
+        x_spec = OperandSpec(None, wgrad, rotation=saved_x.rotation)
+        x_columnwise = backend.quantize(matrix(x_gather.tensor), x_spec)[1]
 
     def grad_weight_of() -> Tensor:
         return backend.multiply(Gemm.WGRAD, columnwise, x_columnwise, torch.float32, main_grad)
@@ -287,10 +294,10 @@ def weight_operands(
     state, backend = call.handle.state, call.handle.context.backend if call.override is None else call.backend
 
     def spec() -> OperandSpec:
-        return call.handle.spec("w", weight, fprop, dgrad)
+        return call.spec("w", weight, fprop, dgrad)
 
     if call.handle.context.fsdp_sharded:
-        return backend.quantize(weight, call.handle.spec("w", weight, *((fprop, None) if refresh else (None, dgrad))))
+        return backend.quantize(weight, call.spec("w", weight, *((fprop, None) if refresh else (None, dgrad))))
     if state.graphed is None or not call.trains:
         return state.weights.get(backend, (weight,), (fprop, dgrad), lambda: backend.quantize(weight, spec()))
     if refresh:
@@ -404,9 +411,10 @@ def report_error(override: Override, g: Tensor, error: Tensor | None) -> None:
 
 # -- what tensor parallel ranks exchange around the GEMMs ------------------------------------------------------------
 class TokenShard(NamedTuple):
-    """X of this rank's tokens [s/tp, b, K], saved for wgrad."""
+    """X of this rank's tokens [s/tp, b, K], saved for wgrad, and the Hadamard transform of wgrad's format, if any."""
 
     tensor: Tensor
+    rotation: Rotation | None
 
 
 class Exchange(NamedTuple):

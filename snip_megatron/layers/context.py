@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,17 +24,25 @@ from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
 from snip_megatron.numerics.quantize.device_keys import KeyWords
 from snip_megatron.numerics.quantize.formats import SPECS, Scaling
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
+from snip_megatron.numerics.quantize.reference import ROTATED, Rotation, rotate
+from snip_megatron.numerics.quantize.rounding import derive_seeds
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm, LinearId
 
 _EXPERTS, _EXPERTS_A_LINEAR = 2**48, 2**20  # the indices of experts' linears start above all others
+_SIGNS = 0x486164616D617264  # a stream of its own for the signs of Hadamard transforms
 _SHARDED = {"column": ("w", "g"), "row": ("x", "w"), "whole": ()}
 """Operands of which each tensor parallel rank holds a shard. X of a column parallel linear and G of a row parallel one
 are whole on every rank, under sequence parallelism after the gather."""
 GEMM_INDEX = {gemm: index for index, gemm in enumerate(Gemm)}
 
 
-WHOLE_TENSOR = frozenset(fmt for fmt, spec in SPECS.items() if spec.scaling in (Scaling.FP32_TENSOR, Scaling.E4M3_FP32))
-"""Formats that have one scale for the whole tensor."""
+_SCALED = frozenset(fmt for fmt, spec in SPECS.items() if spec.scaling in (Scaling.FP32_TENSOR, Scaling.E4M3_FP32))
+
+WHOLE_TENSOR = _SCALED - ROTATED
+"""Formats that have one scale for the whole tensor, from the amax of the tensor itself."""
+
+ROTATED_TENSOR = _SCALED & ROTATED
+"""Formats that have one scale for the whole tensor, from the amax of its Hadamard transform."""
 
 _MAGNITUDE = 0x7FFFFFFF
 
@@ -126,10 +134,12 @@ class GraphedState:
     Attributes:
         weight: the quantised weight. Probes and measuring passes use :attr:`LinearState.weights` also with graphs.
         next_keys: returns the keys of stochastic rounding of the next backward.
+        signs: the signs of this step's Hadamard transforms, int32 [1].
     """
 
     weight: GraphedWeight
     next_keys: Callable[[], KeyWords]
+    signs: torch.Tensor
 
 
 @dataclass
@@ -292,6 +302,8 @@ class LinearHandle:
         rowwise: Format | None,
         columnwise: Format | None,
         keys: GradientKeys | None = None,
+        *,
+        on_device: bool = False,
     ) -> OperandSpec:
         """Return how an operand is quantised. It may be a collective of the tensor parallel group.
 
@@ -300,9 +312,11 @@ class LinearHandle:
             x: this rank's shard of the operand [..., features], with all tokens.
             rowwise, columnwise: formats of the two GEMMs. None stands for a GEMM that does not run.
             keys: keys of stochastic rounding of G.
+            on_device: see :meth:`rotation`.
         """
         amax = self.shared_amax(operand, x, (rowwise, columnwise))
-        return OperandSpec(rowwise, columnwise, operand == "w", amax, keys)
+        rotation = None if operand == "w" else self.rotation(operand, x, columnwise, on_device=on_device)
+        return OperandSpec(rowwise, columnwise, operand == "w", amax, keys, rotation)
 
     def shared_amax(self, operand: str, x: torch.Tensor, formats: Iterable[Format | None]) -> torch.Tensor | None:
         """Return the amax of the unsharded operand, FP32 and 0-dim. It is NaN if any shard holds a NaN.
@@ -325,6 +339,38 @@ class LinearHandle:
     def _sharing(self, operand: str) -> dist.ProcessGroup | None:
         """Return the group whose ranks hold shards of an operand, or None if this rank holds the whole operand."""
         return self.tp_group if operand in _SHARDED[self.parallel] else None
+
+    def rotation(
+        self, operand: str, x: torch.Tensor, wgrad: Format | None, *, on_device: bool = False
+    ) -> Rotation | None:
+        """Return the transform of an operand of wgrad, or None if its format has no Hadamard transform.
+
+        If the format has a scale for the whole tensor, and ranks hold shards of the operand, this is a collective.
+
+        Args:
+            operand: "x" or "g".
+            x: this rank's shard of the operand [..., features], with all tokens.
+            wgrad: its format. None if wgrad does not run.
+            on_device: take the signs from the device if the linear is in CUDA graphs.
+        """
+        if wgrad is None or wgrad not in ROTATED:
+            return None
+        graphed = self.state.graphed if on_device else None
+        signs = signs_of([self], self.context.seed, self.context.step)[0] if graphed is None else graphed.signs
+        signs, group = signs if SPECS[wgrad].random_signs else 0, self._sharing(operand)
+        if group is None or wgrad not in ROTATED_TENSOR:
+            return Rotation(signs)
+        return Rotation(signs, largest_of_shards(amax_of(rotate(x.reshape(-1, x.shape[-1]), signs)), group))
+
+
+def signs_of(linears: Sequence[LinearHandle], seed: int, step: int) -> list[int]:
+    """Return the signs of each linear's Hadamard transforms in a step.
+
+    They depend on the seed, the step and the linear, and so are the same on every layout and after a resume. All
+    microbatches of a step have the same, because X is transformed in a forward and G in a later backward.
+    """
+    words = derive_seeds((seed, step, _SIGNS), [handle.index for handle in linears])
+    return [word >> 48 for word in words]
 
 
 # -- the amax of a matrix whose shards lie on several ranks ------------------------------------------------------------

@@ -24,12 +24,13 @@ from snip_megatron.layers.autograd import (
     report_error,
     unreduced_gradient,
 )
-from snip_megatron.layers.context import LinearHandle
+from snip_megatron.layers.context import LinearHandle, signs_of
 from snip_megatron.numerics.products.backend import assemble, flatten, restored_operands
 from snip_megatron.numerics.products.grouped import GroupLoop, GroupRows, group_rows
-from snip_megatron.numerics.quantize.formats import TILE
+from snip_megatron.numerics.quantize.formats import SPECS, TILE
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
-from snip_megatron.precision import Formats, Gemm
+from snip_megatron.numerics.quantize.reference import ROTATED, Rotation
+from snip_megatron.precision import Format, Formats, Gemm
 from snip_megatron.precision.errors import SnipError
 
 
@@ -37,7 +38,7 @@ class GroupedCall(NamedTuple):
     """The arguments of one forward other than tensors. The backward uses the same object.
 
     Attributes:
-        linear: the call of the first expert's linear, whose state and keys serve all experts.
+        linear: the call of the first expert's linear, whose state, keys and signs serve all experts.
         handles: the linears of this rank's experts, in the order of the rows.
         on_wgrad_complete: see :func:`grouped_call`. If it is None, the weights are arguments of the autograd function.
         formats: formats of (fprop, dgrad, wgrad).
@@ -69,7 +70,7 @@ class GroupedCall(NamedTuple):
         """How X is quantised for fprop and wgrad."""
         fprop, _, wgrad = self.formats
         saved = wgrad if self.linear.has_backward else None
-        return OperandSpec(fprop, saved)
+        return OperandSpec(fprop, saved, rotation=transform_of(self.linear.handle, wgrad))
 
     def check(self) -> None:
         """Raise SnipError if a backward cannot follow the forward."""
@@ -222,7 +223,15 @@ def gradient_spec(call: GroupedCall, g: Tensor) -> OperandSpec:
     """Return how G [rows, N], or a tensor of as many rows, is quantised. It is called once in each backward."""
     _, dgrad, wgrad = call.formats
     keys = gradient_keys(call.linear, g, dgrad, wgrad)
-    return OperandSpec(dgrad, wgrad, keys=keys)
+    return OperandSpec(dgrad, wgrad, keys=keys, rotation=transform_of(call.linear.handle, wgrad))
+
+
+def transform_of(handle: LinearHandle, wgrad: Format) -> Rotation | None:
+    """Return the transform of an operand of wgrad, or None if its format has no Hadamard transform."""
+    if wgrad not in ROTATED:
+        return None
+    signs = signs_of([handle], handle.context.seed, handle.context.step)[0] if SPECS[wgrad].random_signs else 0
+    return Rotation(signs)
 
 
 def _record(

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from snip_megatron.layers.context import GEMM_INDEX, GraphedState, LinearHandle, StepContext
+from snip_megatron.layers.context import GEMM_INDEX, GraphedState, LinearHandle, StepContext, signs_of
 from snip_megatron.layers.weights import GraphedWeight
 from snip_megatron.numerics.quantize.device_keys import DeviceKeys, LinearIdentity
 from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, option_id
@@ -63,8 +63,8 @@ def describe_left_out(precision_map: PrecisionMap, names: Sequence[str]) -> str 
 class DeviceStep:
     """The state of a step that the linears of a rank in CUDA graphs read from device memory.
 
-    It consists of the keys of stochastic rounding and, for each model chunk, a flag that says whether its weights are
-    quantised already. A CUDA graph repeats kernels and runs no Python, so that the
+    It consists of the keys of stochastic rounding, the signs of Hadamard transforms and, for each model chunk, a flag
+    that says whether its weights are quantised already. A CUDA graph repeats kernels and runs no Python, so that the
     step hooks write this state to fixed addresses, where captured kernels read it. It must be made before the first
     graph is captured.
 
@@ -76,14 +76,17 @@ class DeviceStep:
         identities = [LinearIdentity(index, factor=second - first, offset=first) for index, first, second in numbers]
         self._keys = DeviceKeys(identities, _GEMMS, device)
         self._current = torch.zeros(max(chunks, default=0) + 1, _APART, dtype=torch.int32, device=device)
+        self._signs = torch.zeros(len(handles), _APART, dtype=torch.int32, device=device)
         self._handles = list(handles)
         for place, (handle, chunk) in enumerate(zip(handles, chunks, strict=True)):
             weight = GraphedWeight(self._current[chunk, :1])
-            handle.state.graphed = GraphedState(weight, partial(self._keys.next, place))
+            handle.state.graphed = GraphedState(weight, partial(self._keys.next, place), self._signs[place, :1])
 
     def start_step(self, seed: int, step: int) -> None:
         """Prepare for the first microbatch of a step. This does not wait for the device."""
         self._keys.start_step(seed, step)
+        signs = signs_of(self._handles, seed, step)
+        self._signs[:, 0].copy_(torch.tensor(signs, dtype=torch.int32), non_blocking=True)
         self.weights_changed()
 
     def weights_changed(self) -> None:

@@ -79,7 +79,8 @@ def warm_up_gemms(linear: WarmUpLinear, formats: Iterable[Formats]) -> None:
         with torch.no_grad():
             linear.product(linear.x)
         if linear.whole_x:
-            backend.quantize(linear.x, OperandSpec(None, chosen[2]))
+            rotation = handle.rotation("x", linear.x, chosen[2], on_device=True)
+            backend.quantize(linear.x, OperandSpec(None, chosen[2], rotation=rotation))
         if handle.state.beside_swiglu:
             _warm_up_swiglu(linear, LinearCall(handle))
     handle.state.formats = ALL_BF16

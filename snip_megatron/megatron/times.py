@@ -165,7 +165,7 @@ class MeasuredTimes:
 
     def __post_init__(self) -> None:
         config, args = self.config, self.args
-        used = {Format(name) for name in (*config.formats, *(fmt for _, fmt in config.pins))} - {Format.BF16}
+        used = {Format(name).base for name in (*config.formats, *(fmt for _, fmt in config.pins))} - {Format.BF16}
         heads = args.num_attention_heads // args.tensor_model_parallel_size
         layout = layout_of(args, self.linears, config)
         self._shapes, self._most_spans = layout.shapes, min(LATEST * layout.microbatches, _MOST_SPANS)

@@ -207,7 +207,9 @@ class WarmUp:
         if not self.config.updates:
             return
         candidates, pinned = [Format(name) for name in self.config.formats], self._pinned
-        fprop, dgrad, wgrad = (pinned.get(option_id(handle.name, gemm), candidates) for gemm in Gemm)
+        fprop, dgrad, wgrad = (
+            pinned.get(option_id(handle.name, gemm), [fmt for fmt in candidates if gemm in fmt.gemms]) for gemm in Gemm
+        )
         yield from covering((fprop, dgrad, wgrad), alike=self.request.granularity == "layer")
 
     @functools.cached_property

@@ -62,7 +62,7 @@ def parse_config(
     """
     with plain_arguments():
         config = resolve(fields, backend_of(model), ends=ends, recipe=recipe)
-    missing = [fmt for fmt in config.formats if Format(fmt) not in model.formats]
+    missing = [fmt for fmt in config.formats if not {Format(fmt), Format(fmt).base} & set(model.formats)]
     if missing:
         raise SnipError(
             f"--formats {cut(','.join(config.formats))}: the timings have no {missing[0]} (they have"
@@ -112,7 +112,7 @@ _FORMAT_LOSS: Mapping[Format, float] = {
     Format.BF16: 0.0, Format.FP8: 0.02, Format.MXFP8: 0.03, Format.FP8_TENSOR: 0.05, Format.NVFP4: 0.5,
     Format.MXFP4: 0.8, Format.FP4: 1.0,
 }  # fmt: skip
-"""The loss of a format relative to fp4."""
+"""The loss of a format relative to fp4. A variant loses what its base does."""
 _MEDIAN_LOSS = 1e-5  # of an fp4 option, roughly in nats
 _WRITES, _MLP = 2.0, 1.8  # factors of linears that end a branch, and of those outside of attention
 _GEMM = (10.0, 3.0, 1.0)  # factors of fprop, dgrad, wgrad
@@ -130,8 +130,8 @@ def synthetic_losses(rows: Sequence[LinearRow], formats: Sequence[Format]) -> Fl
     loss = _MEDIAN_LOSS * (depth * kind)[:, None] * np.array(_GEMM) * draws
     spread = np.exp(rng.normal(0, _FORMAT_SPREAD, (*loss.shape, len(_FORMAT_LOSS))))
     drawn = list(_FORMAT_LOSS)
-    relative = np.array([_FORMAT_LOSS[fmt] for fmt in formats])
-    losses: FloatArray = loss[..., None] * (relative * spread[..., [drawn.index(fmt) for fmt in formats]])
+    relative = np.array([_FORMAT_LOSS[fmt.base] for fmt in formats])
+    losses: FloatArray = loss[..., None] * (relative * spread[..., [drawn.index(fmt.base) for fmt in formats]])
     return losses
 
 

@@ -3,10 +3,13 @@
 from snip_megatron.precision.formats import (
     ALL_BF16,
     FOUR_BIT,
+    VARIANTS,
     Format,
     Formats,
     Gemm,
+    Variant,
     candidates_fault,
+    misplaced,
 )
 from snip_megatron.precision.linears import DENSE_LAYER, LinearId, LinearRow, Role, Side, option_id, split_option_id
 from snip_megatron.precision.map import GRANULARITIES, STATUSES, PrecisionMap, format_shares, fp4_fraction
@@ -17,6 +20,7 @@ __all__ = [
     "FOUR_BIT",
     "GRANULARITIES",
     "STATUSES",
+    "VARIANTS",
     "Format",
     "Formats",
     "Gemm",
@@ -25,9 +29,11 @@ __all__ = [
     "PrecisionMap",
     "Role",
     "Side",
+    "Variant",
     "candidates_fault",
     "format_shares",
     "fp4_fraction",
+    "misplaced",
     "option_id",
     "split_option_id",
 ]

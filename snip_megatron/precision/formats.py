@@ -1,8 +1,9 @@
-"""Number formats, and the GEMMs that they are chosen for."""
+"""Number formats, the GEMMs that they are chosen for, and the variants of formats."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -19,6 +20,11 @@ class Format(str, Enum):
     NVFP4 = "nvfp4"
     MXFP4 = "mxfp4"
     MXFP8 = "mxfp8"
+    NVFP4_46 = "nvfp4_46"
+    NVFP4_HADAMARD = "nvfp4_hadamard"
+    NVFP4_HADAMARD_FIXED = "nvfp4_hadamard_fixed"
+    MXFP4_HADAMARD = "mxfp4_hadamard"
+    MXFP4_HADAMARD_FIXED = "mxfp4_hadamard_fixed"
 
     @property
     def code(self) -> int:
@@ -28,6 +34,16 @@ class Format(str, Enum):
     @property
     def bits(self) -> int:
         return 16 if self is Format.BF16 else 4 if self in FOUR_BIT else 8
+
+    @property
+    def base(self) -> Format:
+        """The format that this one is a variant of. A format that is no variant is its own base."""
+        return VARIANTS[self].base if self in VARIANTS else self
+
+    @property
+    def gemms(self) -> tuple[Gemm, ...]:
+        """The GEMMs that may run in this format: all three, unless it is a variant."""
+        return VARIANTS[self].gemms if self in VARIANTS else tuple(Gemm)
 
 
 FORMATS: tuple[Format, ...] = tuple(Format)
@@ -47,14 +63,48 @@ class Gemm(str, Enum):
     WGRAD = "wgrad"
 
 
-FOUR_BIT = frozenset((Format.FP4, Format.NVFP4, Format.MXFP4))
+@dataclass(frozen=True)
+class Variant:
+    """A format with the bits of another one but other scales or rounding (``numerics/quantize/formats.py``).
+
+    Its GEMM runs on the same hardware in the same time as that of its base.
+
+    Attributes:
+        base: the format that it is a variant of.
+        gemms: the GEMMs that may run in it.
+        separate_weight: whether fprop and dgrad cannot share one quantised W.
+    """
+
+    base: Format
+    gemms: tuple[Gemm, ...]
+    separate_weight: bool = False
+
+
+VARIANTS: Mapping[Format, Variant] = {
+    Format.NVFP4_46: Variant(Format.NVFP4, (Gemm.FPROP,), separate_weight=True),
+    Format.NVFP4_HADAMARD: Variant(Format.NVFP4, (Gemm.WGRAD,)),
+    Format.NVFP4_HADAMARD_FIXED: Variant(Format.NVFP4, (Gemm.WGRAD,)),
+    Format.MXFP4_HADAMARD: Variant(Format.MXFP4, (Gemm.WGRAD,)),
+    Format.MXFP4_HADAMARD_FIXED: Variant(Format.MXFP4, (Gemm.WGRAD,)),
+}
+"""The formats that are variants of another one."""
+
+FOUR_BIT = frozenset(fmt for fmt in Format if fmt.base in (Format.FP4, Format.NVFP4, Format.MXFP4))
 """Formats that count towards the fp4 share."""
 
 
-def candidates_fault(formats: Sequence[str], *, share: bool) -> str | None:
+def misplaced(fmt: Format, gemm: Gemm | None) -> str | None:
+    """Return why a GEMM, or a whole linear if ``gemm`` is None, cannot run in ``fmt``. None if it can."""
+    gemms = tuple(Gemm) if gemm is None else (gemm,)
+    missing = [g.value for g in gemms if g not in fmt.gemms]
+    return f"{fmt.value} is a format of {' and '.join(fmt.gemms)}, not of {missing[0]}" if missing else None
+
+
+def candidates_fault(formats: Sequence[str], *, granularity: str, share: bool) -> str | None:
     """Return why ``formats`` cannot be the candidates of a budget, or None if they can.
 
-    ``share`` says whether the budget is a share of FLOPs in four bits, where bf16 would cost nothing.
+    ``granularity`` is ``gemm``, or ``layer``, where a format must be one of all three GEMMs. ``share`` says whether the
+    budget is a share of FLOPs in four bits, where bf16 would cost nothing.
     """
     if not formats or len(set(formats)) < len(formats) or not set(formats) <= set(FORMATS):
         return f"expected distinct names of {', '.join(FORMATS)}"
@@ -63,4 +113,10 @@ def candidates_fault(formats: Sequence[str], *, share: bool) -> str | None:
         return "leaves nothing to choose; add fp8, fp8_tensor or fp4"
     if share and Format.BF16 in known:
         return "bf16 is no candidate under fp4=, where it costs nothing; pin GEMMs to it, or budget time or loss"
+    if granularity == "layer":
+        faults = [why for fmt in known if (why := misplaced(fmt, None)) is not None]
+        return f"{faults[0]}, and at granularity layer a linear has one format" if faults else None
+    for gemm in Gemm:
+        if all(gemm not in fmt.gemms for fmt in known):
+            return f"none is a format of {gemm.value}; add {known[0].base.value}"
     return None

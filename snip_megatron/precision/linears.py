@@ -14,7 +14,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 
 from snip_megatron.precision.errors import SnipError, cut, quoted
-from snip_megatron.precision.formats import Format, Gemm
+from snip_megatron.precision.formats import Format, Gemm, misplaced
 
 _NAME = re.compile(r"(decoder|mtp)\.layers\.(0|[1-9][0-9]{0,5})\.([A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*)\Z")
 
@@ -172,7 +172,7 @@ def pinned_formats(
 ) -> dict[str, Format]:
     """Return option id → format of every option that a pin fixes. The last matching pin wins.
 
-    Raises SnipError if a pin matches nothing.
+    Raises SnipError if a pin matches nothing, or a GEMM that cannot run in its format.
     """
     names = list(linears)
     fixed: dict[str, Format] = {}
@@ -181,5 +181,8 @@ def pinned_formats(
         if not keys:
             hint = no_match_hint("a pin", glob, names, granularity)
             raise SnipError(f"--snip-pin {cut(glob)}={fmt}: matches no option; {hint}")
+        for key in keys:
+            if (why := misplaced(Format(fmt), split_option_id(key)[1])) is not None:
+                raise SnipError(f"--snip-pin {cut(glob)}={fmt}: matches {key}, and {why}")
         fixed |= dict.fromkeys(keys, Format(fmt))
     return fixed

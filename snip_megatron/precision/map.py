@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from snip_megatron.precision.errors import SnipError, located, quoted
-from snip_megatron.precision.formats import FOUR_BIT, Format, Formats, Gemm
+from snip_megatron.precision.formats import FOUR_BIT, Format, Formats, Gemm, misplaced
 from snip_megatron.precision.linears import LinearId, option_id, split_option_id
 from snip_megatron.precision.strict_json import check_schema, finite, mapping, one_of, read_file, read_object, whole
 
@@ -209,8 +209,10 @@ def fp4_fraction(precision_map: PrecisionMap, flops: Mapping[str, float], unquan
 def _choice(key: str, value: Any) -> Format:
     """Return the format of one entry of ``choices``. Raises SnipError if the key or the value is not valid."""
     with located("choices"):
-        split_option_id(key)
+        _, gemm = split_option_id(key)
     if not isinstance(value, str) or value not in Format._value2member_map_:
         known = ", ".join(f.value for f in Format)
         raise SnipError(f"choices[{quoted(key)}]: unknown format {quoted(value)} (known: {known})")
+    if (why := misplaced(Format(value), gemm)) is not None:
+        raise SnipError(f"choices[{quoted(key)}]: {why}")
     return Format(value)

@@ -104,8 +104,11 @@ def map_of_recipes(recipes: Recipes, linears: Sequence[str]) -> PrecisionMap:
 
 # -- written ---------------------------------------------------------------------------------------------------------
 def collapse(formats: Formats) -> Format:
-    """Return the widest of the formats of a linear, so that no GEMM runs in fewer bits than the map says."""
-    return min(formats, key=list(RECIPES).index)
+    """Return the widest of the formats of a linear, so that no GEMM runs in fewer bits than the map says.
+
+    A variant becomes the format that it is a variant of: Transformer Engine has no recipes of variants.
+    """
+    return min((fmt.base for fmt in formats), key=list(RECIPES).index)
 
 
 def stage_file(formats: Mapping[LinearId, Format], stage: int, layers: range, stages: int) -> str:

@@ -12,7 +12,7 @@ from snip_megatron.runtime.run_data import Adoption, RunData, number
 
 MAX_POINTS = 2000
 """Number of buckets of a thinned line. The lowest and highest value of each are drawn, so that spikes stay visible."""
-FORMAT_COLOURS = {
+_COLOURS = {
     Format.BF16: "#8f99a8",
     Format.FP8: "#3f83c8",
     Format.FP8_TENSOR: "#2a5d95",
@@ -20,9 +20,14 @@ FORMAT_COLOURS = {
     Format.FP4: "#e8833a",
     Format.NVFP4: "#c2571a",
     Format.MXFP4: "#f4b477",
+    Format.NVFP4_46: "#8f3b0c",
+    Format.NVFP4_HADAMARD: "#b5443c",
+    Format.MXFP4_HADAMARD: "#c9a227",
 }
-"""8-bit formats are blue and 4-bit formats orange or brown. Colour-blind readers can distinguish them in light and
-dark mode."""
+FORMAT_COLOURS = {fmt: _COLOURS.get(fmt, _COLOURS[fmt.base]) for fmt in Format}
+"""8-bit formats are blue and 4-bit formats orange or brown. Colour-blind readers can distinguish them in light and dark
+mode. A variant that is not in the table has the colour of its base.
+"""
 STAGE_COLOURS = ("#3f83c8", "#e8833a", "#3a9e7c", "#b568b8", "#c9a227", "#d1495b", "#5fa8a0", "#8f99a8")
 LINE, MARK, FAULT = "#3f83c8", "#e8833a", "#d1495b"
 

@@ -68,8 +68,8 @@ class SnipConfig:
     )
     formats: tuple[str, ...] = option(
         ("fp8", "fp4"),
-        "candidate formats, comma separated: fp8, fp4, fp8_tensor, nvfp4, mxfp4, mxfp8; with speedup= and loss="
-        " also bf16",
+        "candidate formats, comma separated: fp8, fp4, fp8_tensor, nvfp4, mxfp4, mxfp8 and their variants"
+        " (docs/choosing.md); with speedup= and loss= also bf16",
         metavar="F,F",
         shown="what the GPU multiplies (bf16,fp8,fp8_tensor on Hopper, bf16,mxfp8,nvfp4 on Blackwell); with fp4= and"
         " where formats are emulated fp8,fp4",
@@ -345,7 +345,7 @@ def _conflicts(config: SnipConfig) -> Iterator[str]:
     """Yield one line for each combination of values that is not possible. Each line names the arguments."""
     budget, named = config.budget, f"--snip-budget {config.budget}"
     formats = f"--snip-formats {cut(','.join(config.formats))}"
-    fault = candidates_fault(config.formats, share=not budget.timed)
+    fault = candidates_fault(config.formats, granularity=config.granularity, share=not budget.timed)
     if fault is not None:
         yield f"{formats}: {fault}"
     if config.updates and not budget.timed and budget.value > 0 and not FOUR_BIT.intersection(config.formats):

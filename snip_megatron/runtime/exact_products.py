@@ -44,7 +44,8 @@ class ExactBackend(GemmBackend):
         """Return the numbers that the GEMM multiplies, in FP32."""
         if operand.format is Format.BF16:
             return operand.tensor.float()
-        return fake_quantize(operand.tensor, **operand.spec.quantizer_arguments(operand.axis))
+        x, options = operand.spec.quantizer_arguments(operand.tensor, operand.axis)
+        return fake_quantize(x, **options)
 
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         left, right = self.numbers(a), self.numbers(b)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.layers.autograd import LinearCall, main_grad_of
-from snip_megatron.layers.grouped import GroupedCall, gradient_spec
+from snip_megatron.layers.grouped import GroupedCall, gradient_spec, transform_of
 from snip_megatron.numerics.products.grouped import GroupLoop, of_expert
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Formats, Gemm
@@ -53,14 +53,15 @@ class ExpertProduct(Product):
 
     def operands(self, gemm: Gemm, formats: Formats | None = None) -> list[tuple[Tensor, OperandSpec, int]]:
         fprop, dgrad, wgrad = formats or self.formats
-        g_spec = OperandSpec(dgrad, wgrad) if formats is not None else self._g_spec
+        transform = transform_of(self.handle, wgrad)
+        g_spec = OperandSpec(dgrad, wgrad, rotation=transform) if formats is not None else self._g_spec
         if gemm is Gemm.FPROP:
             return [(self._x, OperandSpec(fprop, None), 1), (self.weight, OperandSpec(fprop, None, weight=True), 1)]
         assert self.g is not None
         assert g_spec is not None
         if gemm is Gemm.DGRAD:
             return [(self.g, g_spec, 1), (self.weight, OperandSpec(None, dgrad, weight=True), 0)]
-        return [(self.g, g_spec, 0), (self._x, OperandSpec(None, wgrad), 0)]
+        return [(self.g, g_spec, 0), (self._x, OperandSpec(None, wgrad, rotation=transform), 0)]
 
 
 def watched_functions(watcher: Watcher, library: str, forward: Any, backward: Any) -> dict[str, Callable[..., Any]]:

@@ -82,7 +82,7 @@ def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
 
 def _sum_in_lowest(request: SolveRequest, values: FloatArray) -> float:
     """Sum ``values`` [linears, 3, formats] over all GEMMs, each in its candidate with the fewest bits."""
-    return float(values[:, :, request.lowest].sum())
+    return float(np.stack([values[:, i, request.lowest(gemm)] for i, gemm in enumerate(Gemm)], axis=1).sum())
 
 
 def _rule(table: StatisticsTable, request: SolveRequest, protection: FloatArray) -> FloatArray:
@@ -137,7 +137,7 @@ def fixed_format(policy: str, formats: Sequence[str] = ()) -> Format:
     if policy == "bf16":
         return Format.BF16
     bits, default = (8, Format.FP8) if policy == "uniform-fp8" else (4, Format.FP4)
-    matching = [fmt for fmt in map(Format, formats) if fmt.bits == bits]
+    matching = [fmt for fmt in map(Format, formats) if fmt.bits == bits and fmt.base is fmt]
     return matching[0] if matching and default not in matching else default
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
+from numpy.typing import NDArray
 
 from snip_megatron.precision import FOUR_BIT, Format, Gemm, LinearRow, option_id
 from snip_megatron.precision.errors import SnipError, cut, quoted
@@ -124,15 +125,13 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
         raise SnipError(f"the scores of step {table.step} are not finite; the update is dropped")
     forward = per_option(np.where(np.arange(len(Gemm))[:, None] == FPROP, scores, 0.0), request)
     fprop_share = rounded(np.clip(np.divide(forward, q, out=np.zeros_like(q), where=q > 0.0), 0.0, 1.0))
-    q = _break_ties(monotone(q, request.formats), options, request)
+    candidates = np.array([[fmt in request.formats_of(option.gemm) for fmt in request.formats] for option in options])
+    q = _break_ties(monotone(q, request.formats, candidates), options, request)
     columns = {"delta_loss": per_option(delta_loss, request), "delta_weight": per_option(delta_weight, request), "q": q}
-    record: Scores = {
-        option.id: {
-            fmt: {name: float(values[i, f]) for name, values in columns.items()}
-            for f, fmt in enumerate(request.formats)
-        }
-        for i, option in enumerate(options)
-    }
+    record: Scores = {option.id: {} for option in options}
+    for i, f in zip(*np.nonzero(candidates), strict=True):
+        figures = {name: float(values[i, f]) for name, values in columns.items()}
+        record[options[i].id][request.formats[f]] = figures
     return make_problem(options, request, q, fprop_share), record
 
 
@@ -189,18 +188,20 @@ def per_option(values: FloatArray, request: SolveRequest) -> FloatArray:
     return values.reshape(-1, values.shape[-1])
 
 
-def monotone(scores: FloatArray, formats: tuple[str, ...]) -> FloatArray:
+def monotone(scores: FloatArray, formats: tuple[str, ...], candidate: NDArray[np.bool_] | None = None) -> FloatArray:
     """Raise scores [..., formats] so that fewer bits never score better than all formats of more bits.
 
     Measured or sampled scores may violate this (how-it-works.md, Q: one score per option). Formats of equal bits keep
-    their order.
+    their order. ``candidate``, of the scores' shape, says which formats an option may take. The others limit nothing.
     """
     projected = scores.copy()
     floor = np.full(scores.shape[:-1], -np.inf)
     for bits in sorted({Format(f).bits for f in formats}, reverse=True):
         columns = [i for i, f in enumerate(formats) if Format(f).bits == bits]
         projected[..., columns] = np.maximum(projected[..., columns], floor[..., None])
-        floor = projected[..., columns].min(axis=-1)
+        allowed = projected if candidate is None else np.where(candidate, projected, np.inf)
+        least = allowed[..., columns].min(axis=-1)
+        floor = np.where(np.isfinite(least), least, floor)
     return projected
 
 
@@ -234,7 +235,7 @@ def _item(option: Option, request: SolveRequest, losses: FloatArray, keeps: tupl
 
     ``losses`` are [formats of the request, phases]. A pinned format that is no candidate has the loss 0.
     """
-    formats = (option.pinned,) if option.pinned else tuple(map(Format, request.formats))
+    formats = (option.pinned,) if option.pinned else tuple(map(Format, request.formats_of(option.gemm)))
     cost, savings = option.cost, {fmt: option.flops if fmt in FOUR_BIT else 0.0 for fmt in formats}
     joint: dict[str, dict[Format, float]] = {}
     if request.budget.timed:

@@ -4,7 +4,7 @@
 error is its expectation over the draws. It depends on the values alone, so all layouts find the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from snip_megatron.numerics.quantize import Quantized, fake_quantize, quantize
 from snip_megatron.numerics.quantize.formats import SPECS, STOCHASTIC, resolve
+from snip_megatron.numerics.quantize.reference import Rotation, rotate_operand
 from snip_megatron.numerics.quantize.rounding import spacing
+from snip_megatron.precision import Gemm
 
 
 @dataclass(frozen=True)
@@ -39,26 +41,37 @@ def tensor_sums(
     *,
     stochastic: bool = False,
     amax: Tensor | None = None,
+    rotations: Mapping[str, Rotation] | None = None,
     d: Tensor | None = None,
 ) -> TensorSums:
     """Sum over an activation or a gradient x, FP32, bf16 or fp16 [R, C], tokens by features.
 
     Args:
-        formats: candidate formats.
+        formats: candidate formats. A variant gets zeros for a GEMM that cannot run in it.
         stochastic: whether x is a gradient, which some formats round stochastically.
         amax: max|·| (0-dim) of the tensor that x is a shard of, for formats with one scale per tensor. Default: that of
             x.
+        rotations: how formats with a Hadamard transform transform x, by default without sign changes. Their errors are
+            those of the transformed tensor, whose norms are the same.
         d: any floating dtype [R, C]. The inner products of its rows with x and with errors of x, rounded to nearest,
             are summed as well if d is given.
 
     Raises SnipError if a format, the dtype or the number of dimensions is not supported.
     """
+    first = Gemm.DGRAD if stochastic else Gemm.FPROP
+    none = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     rows, cols, dots = [], [], [] if d is None else [(d * x.float()).sum(1, dtype=torch.float64)]
     for fmt in formats:
-        rows.append(squared_errors(x, fmt, stochastic=stochastic, amax=amax).sum(dtype=torch.float64))
-        cols.append(squared_errors(x, fmt, axis=0, stochastic=stochastic, amax=amax).sum(0, dtype=torch.float64))
+        row = col = none
+        if first in resolve(fmt).gemms:
+            row = squared_errors(x, fmt, stochastic=stochastic, amax=amax)
+        if Gemm.WGRAD in resolve(fmt).gemms:
+            operand, whole = rotate_operand(x, fmt, 0, (rotations or {}).get(fmt), amax)
+            col = squared_errors(operand, fmt, axis=0, stochastic=stochastic, amax=whole)
+        rows.append(row.sum(dtype=torch.float64))
+        cols.append(col.sum(0, dtype=torch.float64))
         if d is not None:
-            error = fake_quantize(x, fmt, tensor_amax=amax) - x.float()
+            error = fake_quantize(x, fmt, tensor_amax=amax) - x.float() if first in resolve(fmt).gemms else none
             dots.append((d * error).sum(1, dtype=torch.float64))
     products = None if d is None else torch.stack(dots)
     return TensorSums(sum_squares(x, 1), sum_squares(x, 0), torch.stack(rows), torch.stack(cols), products)
@@ -66,8 +79,13 @@ def tensor_sums(
 
 def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
     """Return ‖W‖² and ‖Q(W) − W‖² of each format in blocks, float64 [1 + F]. Arguments as of :func:`tensor_sums`."""
-    errors = [squared_errors(w, fmt, block=True, amax=amax).sum(dtype=torch.float64) for fmt in formats]
-    return torch.stack([sum_squares(w), *errors])
+    sums = [sum_squares(w)]
+    for fmt in formats:
+        if Gemm.FPROP in resolve(fmt).gemms:
+            sums.append(squared_errors(w, fmt, block=True, amax=amax).sum(dtype=torch.float64))
+        else:  # a format of wgrad alone, which reads no weight
+            sums.append(torch.zeros_like(sums[0]))
+    return torch.stack(sums)
 
 
 def sum_squares(x: Tensor, dim: int | None = None) -> Tensor:
@@ -87,7 +105,7 @@ def squared_errors(
     """Return (Q(x) − x)² of every element, FP32 [R, C]; its expectation if rounding is stochastic.
 
     ``axis`` and ``block`` are those of :func:`snip_megatron.numerics.quantize.fake_quantize`, ``amax`` is its
-    ``tensor_amax``.
+    ``tensor_amax``. In formats with a Hadamard transform ``x`` is transformed already.
     """
     if not (stochastic and resolve(fmt) in STOCHASTIC):
         return (fake_quantize(x, fmt, axis=axis, block=block, tensor_amax=amax) - x.float()).square()

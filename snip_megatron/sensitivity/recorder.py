@@ -22,6 +22,7 @@ from snip_megatron.layers.context import WHOLE_TENSOR, LinearHandle
 from snip_megatron.numerics.products.backend import unrounded
 from snip_megatron.numerics.quantize.formats import resolve
 from snip_megatron.numerics.quantize.operands import OperandSpec
+from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision import Gemm
 from snip_megatron.sensitivity.probe_memory import OUTPUT_TOKENS
 from snip_megatron.sensitivity.sums import output_sums, sample_rows, sum_squares, tensor_sums, weight_sums
@@ -135,12 +136,14 @@ class LinearRecorder:
             self.attempt(self._compare, x, g)
             return
         amax: dict[str, Tensor | None] = {}
+        rotations: dict[str, dict[str, Rotation]] = {}
         if x.shape[0] or not self._backwards:
             amax["w"] = self._amax("w", w)
         if x.shape[0]:  # else an expert without tokens
             amax |= {name: self._amax(name, tensor) for name, tensor in (("x", x), ("g", g))}
+            rotations = {name: self._rotations(name, tensor) for name, tensor in (("x", x), ("g", g))}
         self._backwards += 1
-        self.attempt(self._record, x, w, g, d_local, d_reduced, amax)
+        self.attempt(self._record, x, w, g, d_local, d_reduced, amax, rotations)
 
     def local_expert_sums(self) -> Tensor:
         """Return this rank's share of :attr:`expert_sums`. Call it before a table takes the sums."""
@@ -168,6 +171,7 @@ class LinearRecorder:
         d_local: Tensor,
         d_reduced: Tensor,
         amax: dict[str, Tensor | None],
+        rotations: dict[str, dict[str, Rotation]],
     ) -> None:
         if "w2" not in self.sums:  # the weight is the same in all microbatches
             w2, *dw2 = weight_sums(w, self.formats, amax=amax["w"])
@@ -178,8 +182,8 @@ class LinearRecorder:
             return
         of_x, of_g = self._reported("x"), self._reported("g")
         d = d_local if x.shape[0] > OUTPUT_TOKENS else None
-        x_sums = tensor_sums(x, self.formats, amax=amax["x"], d=d)
-        g_sums = tensor_sums(g, self.formats, stochastic=True, amax=amax["g"])
+        x_sums = tensor_sums(x, self.formats, amax=amax["x"], rotations=rotations["x"], d=d)
+        g_sums = tensor_sums(g, self.formats, stochastic=True, amax=amax["g"], rotations=rotations["g"])
         self.rows += x.shape[0]
         self._add("x2", x_sums.cols.sum(), of_x)
         self._add("g2", g_sums.cols.sum(), of_g)
@@ -220,8 +224,12 @@ class LinearRecorder:
         if self.handle.expert is not None:  # experts have any number of tokens, and kernels are looked up by it
             xs, gs = (functional.pad(each, (0, 0, 0, OUTPUT_TOKENS - len(rows))) for each in (xs, gs))
         y = unrounded(xs, w.t())
+        zero = g.new_zeros(len(xs), dtype=torch.float64)
         sums = []
         for fmt in map(resolve, self.formats):
+            if Gemm.FPROP not in fmt.gemms:
+                sums.append((zero, zero.sum()))
+                continue
             x_rowwise, _ = backend.quantize(xs, OperandSpec(fmt, None, amax=amax["x"]))
             w_rowwise, _ = backend.quantize(w, OperandSpec(fmt, None, weight=True, amax=amax["w"]))
             quantized = backend.multiply(Gemm.FPROP, x_rowwise, w_rowwise, torch.float32)
@@ -242,6 +250,11 @@ class LinearRecorder:
             return shared
         amax: Tensor = torch.linalg.vector_norm(tensor, float("inf")).float()
         return amax
+
+    def _rotations(self, name: str, tensor: Tensor) -> dict[str, Rotation]:
+        """Return format → how wgrad transforms an operand, for the formats that do."""
+        rotations = {fmt.value: self.handle.rotation(name, tensor, fmt) for fmt in map(resolve, self.formats)}
+        return {fmt: rotation for fmt, rotation in rotations.items() if rotation is not None}
 
     # -- noise pass --------------------------------------------------------------------------------------------
     def _compare(self, x: Tensor, g: Tensor) -> None:

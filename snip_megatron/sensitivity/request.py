@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from snip_megatron.precision import GRANULARITIES, Format, candidates_fault
+from snip_megatron.precision import GRANULARITIES, Format, Gemm, candidates_fault
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError, cut, quoted
 from snip_megatron.precision.phases import Schedule
@@ -180,7 +180,7 @@ class SolveRequest(JsonFields):
             raise SnipError(f"granularity {quoted(self.granularity)}: unknown; choose one of {names}")
         for _, fmt in self.pins:
             Format(fmt)
-        why = candidates_fault(self.formats, share=not self.budget.timed)
+        why = candidates_fault(self.formats, granularity=self.granularity, share=not self.budget.timed)
         if why is not None:
             raise SnipError(f"--snip-formats {cut(','.join(self.formats))}: {why}")
 
@@ -193,7 +193,15 @@ class SolveRequest(JsonFields):
         stages = self.unquantised_stage_flops
         return dataclasses.replace(self, unquantised_stage_flops=stages and {k: v * share for k, v in stages.items()})
 
-    @property
-    def lowest(self) -> int:
-        """The index in ``formats`` of the candidate with the fewest bits. Ties go to the first."""
-        return self.formats.index(min(map(Format, self.formats), key=lambda fmt: fmt.bits))
+    def formats_of(self, gemm: Gemm | None) -> tuple[str, ...]:
+        """Return the candidate formats of a GEMM, or of whole linears if ``gemm`` is None."""
+        if gemm is None:
+            return self.formats
+        return tuple(fmt for fmt in self.formats if gemm in Format(fmt).gemms)
+
+    def lowest(self, gemm: Gemm | None) -> int:
+        """Return the index in ``formats`` of the candidate with the fewest bits. Ties go to formats that are no
+        variant, and then to the first. ``gemm`` is as in :meth:`formats_of`.
+        """
+        candidates = map(Format, self.formats_of(gemm))
+        return self.formats.index(min(candidates, key=lambda fmt: (fmt.bits, fmt.base is not fmt)))

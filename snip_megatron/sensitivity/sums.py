@@ -1,6 +1,6 @@
 """Sums over the operands of a linear: the Triton kernels where they run, plain torch elsewhere.
 
-A kernel reads its tensor once. Formats without a kernel (nvfp4, mxfp4, mxfp8) are summed by
+A kernel reads its tensor once. Formats without a kernel (nvfp4, mxfp4, mxfp8 and variants) are summed by
 :mod:`snip_megatron.sensitivity.quantization_error`, which is the kernels' reference. Triton is imported only where a
 kernel is launched.
 """
@@ -8,7 +8,7 @@ kernel is launched.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from snip_megatron.numerics.quantize.formats import TILE, resolve
 from snip_megatron.numerics.quantize.kernels import has_kernels
 from snip_megatron.numerics.quantize.kernels.launch import launch
+from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision import Format
 from snip_megatron.sensitivity import quantization_error as reference
 from snip_megatron.sensitivity.quantization_error import TensorSums
@@ -39,12 +40,13 @@ def tensor_sums(
     *,
     stochastic: bool = False,
     amax: Tensor | None = None,
+    rotations: Mapping[str, Rotation] | None = None,
     d: Tensor | None = None,
 ) -> TensorSums:
     """See :func:`snip_megatron.sensitivity.quantization_error.tensor_sums`."""
     places = _places(x, formats)
     if places is None:
-        return reference.tensor_sums(x, formats, stochastic=stochastic, amax=amax, d=d)
+        return reference.tensor_sums(x, formats, stochastic=stochastic, amax=amax, rotations=rotations, d=d)
     from snip_megatron.sensitivity.sums_programs import tensor_kernel
 
     M, K = x.shape

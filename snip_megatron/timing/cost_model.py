@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import VARIANTS, Format, Gemm
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.timing.log_grid import LogGrid, Point
 from snip_megatron.timing.table import OPERANDS, STOCK, TimingTable, Triple, load_table
@@ -91,7 +91,7 @@ class CostModel:
     Attributes:
         table: the measured times. None if nothing was measured.
         name: the device of the table, or ``flops``.
-        formats: the formats that have times.
+        formats: the formats that have times. A variant that has none takes those of its base.
         assumptions: what the model assumes, a sentence each.
     """
 
@@ -169,8 +169,7 @@ class CostModel:
 
         What leaves an MLP of experts, Y of its second linear and ∂L/∂X of its first, is copied to rows without padding.
         """
-        self._check(fmt)
-        place = _GEMMS.index(gemm)
+        fmt, place = self._known(fmt), _GEMMS.index(gemm)
         if self._is_grouped(shape):
             leaves = {"input": (Gemm.FPROP, shape.n), "gradient": (Gemm.DGRAD, shape.k)}
             last, features = leaves.get(shape.fused or "", (gemm, 0))
@@ -199,7 +198,7 @@ class CostModel:
         return self._quantise("input", shape, shape.k, fmt)
 
     def _quantise(self, operand: str, shape: LinearShape, features: int, fmt: Format) -> Triple:
-        grid, size = self._activations, (shape.tokens, features)
+        fmt, grid, size = self._known(fmt), self._activations, (shape.tokens, features)
         assert grid is not None
 
         def side(place: int) -> float:
@@ -210,11 +209,16 @@ class CostModel:
         return side(0), side(1), side(2)
 
     def _weight(self, shape: LinearShape, fmt: Format) -> float:
-        """Return the seconds that one GEMM is charged for quantising W: half of the call that serves both."""
+        """Return the seconds of quantising W that one of its two GEMMs is charged: half of the call that serves both,
+        or a whole call of the base of a variant that was not measured and has a W of its own.
+        """
+        known = self._known(fmt)
         assert self._weights is not None
         if self._is_grouped(shape):
-            return self._share(shape, "weights", lambda times: times[fmt]) / 2
-        return self._weights.seconds((shape.n, shape.k), lambda row: row[fmt]) / 2
+            both = self._share(shape, "weights", lambda times: times[known])
+        else:
+            both = self._weights.seconds((shape.n, shape.k), lambda row: row[known])
+        return both if known is not fmt and VARIANTS[fmt].separate_weight else both / 2
 
     def _portion(self, shape: LinearShape, fmt: Format, operand: str, times: Triple, side: int) -> float:
         """Return the seconds of a quantisation for its first GEMM (``side`` 0) or wgrad (1) alone, from its ``times``.
@@ -222,18 +226,22 @@ class CostModel:
         Where it is fused, the first GEMM is charged what it adds to SwiGLU, and wgrad the rest, as it ends the fusion.
         """
         if self._is_grouped(shape) and shape.fused == operand:
-            fused = self._share(shape, f"fused_{operand}", lambda seconds: seconds[fmt])
+            known = self._known(fmt)
+            fused = self._share(shape, f"fused_{operand}", lambda seconds: seconds[known])
             return max(times[1], times[2] - fused) if side else fused
         return times[side]
 
-    def _check(self, fmt: Format) -> None:
-        """Raise SnipError if the table lacks ``fmt``."""
+    def _known(self, fmt: Format) -> Format:
+        """Return ``fmt`` if the table has it, otherwise the base that it is a variant of."""
         if fmt not in self.formats:
+            if fmt.base in self.formats:
+                return fmt.base
             measured = ", ".join(f.value for f in self.formats)
             raise SnipError(
                 f"the timings of {self.name} have no {fmt.value} (they have {measured}):"
                 " measure it with snip calibrate, or leave the format out"
             )
+        return fmt
 
 
 class FlopsModel(CostModel):
@@ -241,7 +249,7 @@ class FlopsModel(CostModel):
 
     def __init__(self) -> None:
         self._grouped = {}
-        self.table, self.name, self.formats = None, "flops", tuple(Format)
+        self.table, self.name, self.formats = None, "flops", tuple(fmt for fmt in Format if fmt.base is fmt)
         self.assumptions = (
             f"GEMMs run at {FLOPS_RATE:g} FLOP/s in bf16, twice that in 8 bits, four times that in 4 bits; quantisation"
             " is free: no machine was measured",

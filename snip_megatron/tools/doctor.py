@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from snip_megatron.megatron.startup import SUPPORTED
-from snip_megatron.precision import Format
+from snip_megatron.precision import VARIANTS, Format
 from snip_megatron.precision.errors import SnipError, first_line, installed_version
 
 OLDEST_PYTHON = (3, 12)
@@ -316,7 +316,7 @@ def _check_backend(name: str) -> Check:
     except SnipError as error:
         return note(name, "cannot run here", str(error))
     backend, device = selection.backend, "cuda" if torch.cuda.is_available() else "cpu"
-    formats = list(Format)
+    formats = [fmt for fmt in Format if fmt not in VARIANTS]
     if name == "transformer_engine":
         backend, formats = transformer_engine_gemms(), list(formats_on_card())
     faults = [fault for fmt in formats if (fault := wrong_numbers(backend, device, [fmt])) is not None]

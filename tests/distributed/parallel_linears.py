@@ -19,7 +19,7 @@ from snip_megatron.megatron.startup import prepare
 from snip_megatron.precision import Format, Formats, LinearId, LinearRow
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
-TENSOR, NVFP4 = Format.FP8_TENSOR, Format.NVFP4
+TENSOR, NVFP4, HADAMARD = Format.FP8_TENSOR, Format.NVFP4, Format.NVFP4_HADAMARD
 SEQUENCE, BATCH = 128, 2
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -68,7 +68,7 @@ CASES += [
     Case(kind, *_SHAPES[kind], formats, sequence_parallel)
     for kind, formats, sequence_parallel in product(
         ("mlp.linear_fc1", "mlp.linear_fc2"),
-        ((TENSOR,) * 3, (TENSOR, NVFP4, TENSOR), (TENSOR, NVFP4, NVFP4)),
+        ((TENSOR,) * 3, (TENSOR, NVFP4, TENSOR), (TENSOR, NVFP4, HADAMARD)),
         (False, True),
     )
 ]
@@ -108,7 +108,7 @@ def local_tensors(case: Case, rank: int, size: int) -> Tensors:
 
 
 WHOLE_TENSOR_CASES = [case for case in CASES if TENSOR in case.formats]
-CANDIDATES = ("fp8_tensor", "nvfp4", "fp8", "mxfp4")
+CANDIDATES = ("fp8_tensor", "nvfp4", "fp8", "nvfp4_46", "nvfp4_hadamard", "mxfp4_hadamard_fixed")
 
 
 def run(

@@ -10,6 +10,7 @@ from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.numerics.quantize import operands as reference
 from snip_megatron.numerics.quantize.operands import CachedPair, GradientKeys, OperandSpec
+from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision import Format, Gemm
 
 FORMATS = [fmt for fmt in Format if fmt is not Format.BF16]
@@ -60,7 +61,7 @@ def test_bits_of_hard_matrices(fmt: Format) -> None:
         amax = x[64:].abs().amax().float() if seed % 8 else None
         if amax is not None:
             x[:64] = x[64:128]
-        spec = OperandSpec(fmt, fmt, amax=amax)
+        spec = OperandSpec(fmt, fmt, amax=amax, rotation=Rotation(seed, amax))
         found, expected = quantize_exact(x, spec), reference.quantize_exact(x, spec)
         for side, one, other in zip(("row", "col"), found, expected, strict=True):
             known = ~other.dequantize().isnan()

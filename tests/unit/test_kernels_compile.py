@@ -67,29 +67,31 @@ QUANTISERS: list[tuple[Any, Constants, Mapping[str, int]]] = [
 ]
 
 # -- emulation, experts, sums --------------------------------------------------------------------------------------
-FIXED = {"GUARDED": True, "K": 4096, "x_stride": 4096}
+FIXED = {"SIGNS_LOADED": True, "GUARDED": True, "K": 4096, "x_stride": 4096}
 
 
 def side(
-    bits: int, scaling: str, tile: tuple[int, int], *, random: bool = False
+    bits: int, scaling: str, tile: tuple[int, int], *, random: bool = False, four: bool = False, turned: bool = False
 ) -> tuple[Any, Constants, Mapping[str, int]]:
     shape = exact.SHAPES["tiles of 128" if scaling == "fp32" else "columns" if tile[0] > 1 else "rows"]
     values = {"ELEMENT": bits, "SCALING": scaling, "TILE_ROWS": tile[0], "TILE_COLS": tile[1], "RANDOM": random}
-    values |= {"KEY_LOADED": random, "R": max(shape.rows, tile[0])}
+    values |= {"KEY_LOADED": random, "FOUR": four, "ROTATED": turned, "R": max(shape.rows, tile[0])}
     constants = FIXED | values | {"C": shape.cols, "WIDE": shape.wide}
     return exact.side_kernel, constants, {"num_warps": shape.warps}
 
 
 AMAX = exact.SHAPES["amax"]
-PART = FIXED | {"R": AMAX.rows, "C": AMAX.cols, "WIDE": AMAX.wide, "FINITE": True}
+PART = FIXED | {"R": AMAX.rows, "C": AMAX.cols, "WIDE": AMAX.wide, "FINITE": True, "ROTATED": True}
 TILED = {"A_TILE": 1, "B_TILE": 128, "ADD": True, "BLOCK": 128, "DEPTH": 64, "TILE": 128, "GROUP": 8}
 WGRAD = {"BN": 128, "DEPTH": 64, "GROUP": 8, "GPU": True}
 PLACES = {"PLACE_8": 0, "PLACE_4": 1, "PLACE_WHOLE": -1}
 OTHERS: list[tuple[Any, Constants, Mapping[str, int], int]] = [
     (*side(4, "e4m3_fp32", (1, 16)), 90),
     (*side(4, "e4m3_fp32", (16, 1), random=True), 80),
+    (*side(4, "e4m3_fp32", (1, 16), four=True), 80),
+    (*side(4, "e4m3_fp32", (16, 1), turned=True, random=True), 90),
     (*side(4, "e4m3_fp32", (16, 16)), 80),
-    (*side(4, "e8m0", (32, 1), random=True), 90),
+    (*side(4, "e8m0", (32, 1), turned=True, random=True), 90),
     (*side(8, "e8m0", (1, 32)), 90),
     (*side(8, "fp32", (128, 1)), 80),
     (exact.amax_kernel, PART, {"num_warps": AMAX.warps}, 90),

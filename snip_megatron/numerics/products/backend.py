@@ -102,7 +102,8 @@ def numbers(operand: UnquantizedOperand) -> Tensor:
     """Return the numbers that a GEMM multiplies: the matrix itself in bf16, otherwise Q of it in FP32."""
     if operand.format is Format.BF16:
         return operand.tensor
-    return fake_quantize(operand.tensor, **operand.spec.quantizer_arguments(operand.axis))
+    x, options = operand.spec.quantizer_arguments(operand.tensor, operand.axis)
+    return fake_quantize(x, **options)
 
 
 def unrounded(left: Tensor, right: Tensor) -> Tensor:

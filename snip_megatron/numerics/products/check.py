@@ -59,7 +59,7 @@ def _wrong_products(backend: GemmBackend, device: torch.device | str, fmt: Forma
             (Gemm.DGRAD, d, g.float() @ w.float()),
             (Gemm.WGRAD, out - 1.0, g.float().t() @ x.float()),
         ):
-            signal, least = decibel(exact, product), LEAST_DECIBEL[4 if fmt in FOUR_BIT else 8]
+            signal, least = decibel(exact, product), LEAST_DECIBEL[4 if fmt.base in FOUR_BIT else 8]
             if not signal >= least:
                 return f"gives a signal to noise ratio of {signal:.1f} dB in {gemm.value} (at least {least:.0f})"
     return None

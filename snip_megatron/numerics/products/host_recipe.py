@@ -20,6 +20,7 @@ from snip_megatron.numerics.products.backend import GemmBackend, add_product
 from snip_megatron.numerics.products.grouped import DeviceRows, GroupLoop, Rows, by_side, of_expert
 from snip_megatron.numerics.quantize.formats import E2M1, E4M3, E5M2, TILE, Element
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.reference import rotate
 from snip_megatron.numerics.quantize.rounding import Key, random_bits, round_to_element
 from snip_megatron.precision import Format, Gemm
 
@@ -117,7 +118,7 @@ class HostRecipe:
     def _nvfp4(self, x: Tensor, operand: str, axis: int, draws: Tensor | None) -> ExactOperand:
         values = x.detach().to(torch.float32)
         if self.hadamard and axis == 0 and operand != "w":
-            values = _rotate(x).to(x.dtype).to(torch.float32)
+            values = rotate(x, _SIGNS).to(x.dtype).to(torch.float32)
             if draws is not None:
                 draws = functional.pad(draws, (0, 0, 0, len(values) - len(draws)))
         square = self.square and operand == "w"
@@ -280,18 +281,3 @@ def _draws(x: Tensor, key: Key, spec: OperandSpec) -> Tensor:
     assert spec.keys is not None
     cols = torch.arange(x.shape[1], device=x.device) if spec.keys.cols is None else spec.keys.cols
     return random_bits(key, torch.arange(len(x), device=x.device) + spec.keys.first_row, cols)
-
-
-def _rotate(x: Tensor) -> Tensor:
-    """Return the Hadamard transform of each 16 rows of x [R, C], with zeros below the last ones: FP32 [⌈R/16⌉·16, C].
-
-    Sums are computed between rows 8, 4, 2 and 1 apart, in this order.
-    """
-    x = functional.pad(x.detach().to(torch.float32), (0, 0, 0, -x.shape[0] % _NVFP4_TILE))
-    groups, cols = x.shape[0] // _NVFP4_TILE, x.shape[1]
-    flips = torch.bitwise_right_shift(_SIGNS, torch.arange(_NVFP4_TILE, device=x.device)) & 1
-    x = x.view(groups, _NVFP4_TILE, cols) * (1 - 2 * flips).to(torch.float32)[:, None]
-    for apart in (8, 4, 2, 1):
-        first, second = x.view(groups, _NVFP4_TILE // (2 * apart), 2, apart, cols).unbind(2)
-        x = torch.stack((first + second, first - second), 2)
-    return x.view(groups * _NVFP4_TILE, cols).mul_(0.25)

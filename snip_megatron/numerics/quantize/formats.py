@@ -4,7 +4,7 @@ Sources: docs/how-it-works.md (fp8, fp4, fp8_tensor); OCP Microscaling Formats 1
 NVIDIA's NVFP4 (nvfp4).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from snip_megatron.precision import Format
@@ -52,6 +52,10 @@ class FormatSpec:
         tile: edge of a tile; 0 if the whole tensor has one scale.
         square_blocks: whether granularity "block" means blocks of tile×tile. Other formats ignore the granularity.
         stochastic: whether the elements of gradients are rounded stochastically.
+        four_over_six: whether the amax of each tile becomes 6 or 4, whichever gives the smaller squared error (arXiv
+            2512.02010).
+        hadamard: whether the operands of wgrad are transformed first (``reference.rotate``).
+        random_signs: whether that transform has signs drawn anew in every step.
     """
 
     element: Element
@@ -59,6 +63,9 @@ class FormatSpec:
     tile: int
     square_blocks: bool
     stochastic: bool = False
+    four_over_six: bool = False
+    hadamard: bool = False
+    random_signs: bool = False
 
     def tile_shape(self, axis: int, block: bool) -> tuple[int, int]:
         """Return the (rows, columns) of a tile along ``axis``, or of a square ``block`` if the format has blocks."""
@@ -66,14 +73,27 @@ class FormatSpec:
             return self.tile, self.tile
         return (self.tile, 1) if axis == 0 else (1, self.tile)
 
+    @property
+    def largest_scale(self) -> float:
+        """The E4M3 scale of the tile with the tensor's amax. Under four-over-six 1.5 times it is an E4M3 number too."""
+        return 256.0 if self.four_over_six else E4M3.maximum
+
+
+_NVFP4 = FormatSpec(E2M1, Scaling.E4M3_FP32, 16, True, stochastic=True)
+_MXFP4 = FormatSpec(E2M1, Scaling.E8M0, 32, False, stochastic=True)
 
 SPECS: dict[Format, FormatSpec] = {
     Format.FP4: FormatSpec(E2M1, Scaling.FP32, TILE, True, stochastic=True),
     Format.FP8: FormatSpec(E4M3, Scaling.FP32, TILE, True),
     Format.FP8_TENSOR: FormatSpec(E4M3, Scaling.FP32_TENSOR, 0, False),
-    Format.NVFP4: FormatSpec(E2M1, Scaling.E4M3_FP32, 16, True, stochastic=True),
-    Format.MXFP4: FormatSpec(E2M1, Scaling.E8M0, 32, False, stochastic=True),
+    Format.NVFP4: _NVFP4,
+    Format.MXFP4: _MXFP4,
     Format.MXFP8: FormatSpec(E4M3, Scaling.E8M0, 32, False),
+    Format.NVFP4_46: replace(_NVFP4, square_blocks=False, stochastic=False, four_over_six=True),
+    Format.NVFP4_HADAMARD: replace(_NVFP4, hadamard=True, random_signs=True),
+    Format.NVFP4_HADAMARD_FIXED: replace(_NVFP4, hadamard=True),
+    Format.MXFP4_HADAMARD: replace(_MXFP4, hadamard=True, random_signs=True),
+    Format.MXFP4_HADAMARD_FIXED: replace(_MXFP4, hadamard=True),
 }
 
 STOCHASTIC = frozenset(fmt for fmt, spec in SPECS.items() if spec.stochastic)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.numerics.quantize.formats import SPECS, STOCHASTIC, TILE, Scaling
-from snip_megatron.numerics.quantize.reference import Quantized, quantize
+from snip_megatron.numerics.quantize.reference import Quantized, Rotation, quantize, rotate_operand
 from snip_megatron.numerics.quantize.rounding import Key
 from snip_megatron.precision import Format
 
@@ -49,6 +49,7 @@ class OperandSpec(NamedTuple):
         weight: whether the matrix is a weight, which is quantised in blocks instead of tiles.
         amax: max|·| of the unsharded matrix, 0-dim FP32. Required of a shard if a format has one scale for the tensor.
         keys: keys of stochastic rounding. None unless the matrix is G.
+        rotation: how a Hadamard transform changes the columnwise operand. None: without sign changes.
     """
 
     rowwise: Format | None
@@ -56,6 +57,7 @@ class OperandSpec(NamedTuple):
     weight: bool = False
     amax: Tensor | None = None
     keys: GradientKeys | None = None
+    rotation: Rotation | None = None
 
     @property
     def formats(self) -> tuple[Format | None, Format | None]:
@@ -75,15 +77,18 @@ class OperandSpec(NamedTuple):
         row, col = (fmt if fmt in formats else None for fmt in self.formats)
         return self._replace(rowwise=row, columnwise=col)
 
-    def quantizer_arguments(self, axis: int) -> dict[str, Any]:
-        """Return the named arguments of :func:`.reference.quantize` for a GEMM that reduces over ``axis`` (0 or 1)."""
+    def quantizer_arguments(self, x: Tensor, axis: int) -> tuple[Tensor, dict[str, Any]]:
+        """Return the arguments of :func:`.reference.quantize` for the GEMM that reduces x over ``axis`` (0 or 1): x,
+        transformed if the format has a Hadamard transform, and the named arguments.
+        """
         fmt, seed = self.formats[1 - axis], self.seeds[1 - axis]
         assert fmt is not None
-        options: dict[str, Any] = {"format": fmt, "axis": axis, "block": self.weight, "tensor_amax": self.amax}
+        x, amax = rotate_operand(x, fmt, axis, self.rotation, self.amax, weight=self.weight)
+        options: dict[str, Any] = {"format": fmt, "axis": axis, "block": self.weight, "tensor_amax": amax}
         if seed is not None and self.keys is not None:
             first, cols = self.keys.first_row, self.keys.cols
             options |= {"rounding": "stochastic", "seed": seed, "offset": (first, 0), "cols": cols}
-        return options
+        return x, options
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,7 @@ def _operand(x: Tensor, spec: OperandSpec, axis: int) -> Operand | None:
     fmt = spec.formats[1 - axis]
     if fmt not in TILED and fmt is not Format.FP8_TENSOR:
         return None
-    options = spec.quantizer_arguments(axis)
+    x, options = spec.quantizer_arguments(x, axis)
     q, depth = quantize(x, **options), x.shape[axis]
     values, scale = (q.values, q.scale) if axis else (q.values.t(), q.scale.t())
     stored = torch.zeros(len(values), -(-depth // TILE) * TILE, dtype=torch.float8_e4m3fn, device=x.device)
@@ -297,11 +302,12 @@ class ExactOperand(NamedTuple):
 def quantize_exact(x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
     """Quantise ``x`` [M, K] for the GEMM that reduces over K and for the GEMM that reduces over M.
 
-    Arguments and errors are those of :func:`quantize_operands`. Of fp32, values of mxfp8 lose their bits below 2^-133,
-    bf16's smallest number. The two operands are one object if :func:`operands_are_equal`.
+    Arguments and errors are those of :func:`quantize_operands`. A Hadamard transform pads the columnwise operand with
+    zeros to whole groups of 16 rows. Of fp32, values of mxfp8 lose their bits below 2^-133, bf16's smallest number. The
+    two operands are one object if :func:`operands_are_equal`.
     """
     row, col = (
-        None if fmt is None else _exact_operand(x, spec.quantizer_arguments(axis))
+        None if fmt is None else _exact_operand(*spec.quantizer_arguments(x, axis))
         for fmt, axis in zip(spec.formats, (1, 0), strict=True)
     )
     pair = row, row if operands_are_equal(spec) else col

@@ -1,4 +1,4 @@
-"""The reference quantisers in plain torch. They define the bits of every format.
+"""The reference quantisers and the Hadamard transform, in plain torch. They define the bits of every format.
 
 They have no gradient.
 """
@@ -216,12 +216,33 @@ def _nvfp4_factors(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, t
         tensor_amax = tiled.nan_to_num(0.0, 0.0, 0.0).abs_().amax()
     tensor_scale = _tensor_scale(tensor_amax, spec)
     tile_scale = round_to_element(_divided(amax, spec.element.maximum) / tensor_scale, E4M3)
+    if spec.four_over_six:
+        other = round_to_element(_divided(amax, 4.0) / tensor_scale, E4M3)
+        error, other_error = (_squared_error(tiled, scale, tensor_scale, spec) for scale in (tile_scale, other))
+        tile_scale = torch.where((other_error < error) | (tile_scale == 0), other, tile_scale)
     return torch.where(torch.isfinite(amax), tile_scale, torch.nan), tensor_scale
 
 
 def _tensor_scale(tensor_amax: Tensor, spec: FormatSpec) -> Tensor:
-    """Return nvfp4's scale of a tensor, amax / (6 · 448)."""
-    return _nonzero(_divided(tensor_amax.to(torch.float32), spec.element.maximum * E4M3.maximum))
+    """Return nvfp4's scale of a tensor, amax / (6 · largest scale)."""
+    return _nonzero(_divided(tensor_amax.to(torch.float32), spec.element.maximum * spec.largest_scale))
+
+
+_ERROR_STEP, _LARGEST_ERROR = 2.0**-20, 2.0**26
+
+
+def _squared_error(tiled: Tensor, tile_scale: Tensor, tensor_scale: Tensor, spec: FormatSpec) -> Tensor:
+    """Return Σ (Q(x) − x)² of each tile over the square of the tensor's scale.
+
+    Squared errors are rounded down to multiples of 2^-20, whose sum is the same in any order, so that kernels choose
+    alike.
+    """
+    y = tiled / _nvfp4_divisor(tile_scale * tensor_scale)
+    error = (round_to_element(y.clone(), spec.element) - y).square_().div_(_ERROR_STEP)
+    total = (
+        error.nan_to_num_(0.0).clamp_(max=_LARGEST_ERROR).to(torch.int32).sum((1, 3), keepdim=True, dtype=torch.int32)
+    )
+    return total.to(torch.float32) * tile_scale * tile_scale
 
 
 def _padded(x: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -240,3 +261,75 @@ def _untiled(tiled: Tensor) -> Tensor:
 
 def _cropped(x: Tensor, rows: int, cols: int) -> Tensor:
     return x if x.shape == (rows, cols) else x[:rows, :cols].contiguous()
+
+
+# -- Hadamard transform ------------------------------------------------------------------------------------------------
+# In ∇W = Gᵀ·X both operands are multiplied by the same orthogonal matrix, H₁₆/4 for each group of 16 tokens. The
+# product stays the same, and an outlier is spread over its group, so that tiles are quantised with smaller errors. Each
+# row of a group may first be multiplied by ±1. An incomplete last group is padded with zeros.
+
+POINTS = 16
+"""Rows of a group."""
+
+Signs = int | Tensor
+"""A number in [0, 2^16), or an int32 tensor [1] on the device. If bit i is set, row i of every group changes its sign.
+"""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How an operand of wgrad is transformed.
+
+    Attributes:
+        signs: sign changes, which must be the same for both operands of a product.
+        amax: max|·| of the transformed unsharded matrix, 0-dim FP32, if a shard is transformed and the format has a
+            scale for the whole tensor. None: that of the transformed matrix itself.
+    """
+
+    signs: Signs = 0
+    amax: Tensor | None = None
+
+
+ROTATED = frozenset(fmt for fmt, spec in SPECS.items() if spec.hadamard)
+"""Formats in which the operands of wgrad are transformed."""
+
+
+def is_rotated(format: Format | str | None, axis: int, *, weight: bool = False) -> bool:
+    """Return whether an operand of a GEMM that reduces over ``axis`` (0 or 1) is transformed. Weights never are."""
+    return format is not None and axis == 0 and not weight and SPECS[resolve(format)].hadamard
+
+
+def rotate(x: Tensor, signs: Signs = 0) -> Tensor:
+    """Transform groups of 16 rows of x [R, C], and return FP32 [⌈R/16⌉·16, C].
+
+    Sums are computed between rows 8, 4, 2 and 1 apart, in this order, so that kernels compute the same bits.
+    """
+    x = functional.pad(x.detach().to(torch.float32), (0, 0, 0, -x.shape[0] % POINTS))
+    groups, cols = x.shape[0] // POINTS, x.shape[1]
+    word = signs.long() if isinstance(signs, Tensor) else signs
+    flips = torch.bitwise_right_shift(word, torch.arange(POINTS, device=x.device)) & 1
+    x = x.view(groups, POINTS, cols) * (1 - 2 * flips).to(torch.float32)[:, None]
+    for apart in (8, 4, 2, 1):
+        first, second = x.view(groups, POINTS // (2 * apart), 2, apart, cols).unbind(2)
+        x = torch.stack((first + second, first - second), 2)
+    return x.view(groups * POINTS, cols).mul_(0.25)
+
+
+def rotate_operand(
+    x: Tensor,
+    format: Format | str,
+    axis: int,
+    rotation: Rotation | None,
+    amax: Tensor | None,
+    *,
+    weight: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the matrix that ``format`` quantises for a GEMM that reduces over ``axis``, and the amax of its tensor.
+
+    If the format has no Hadamard transform, they are ``x`` [R, C] and ``amax``, max|x| of the unsharded matrix.
+    ``rotation`` says how x is transformed. None: without sign changes.
+    """
+    if not is_rotated(format, axis, weight=weight):
+        return x, amax
+    rotation = rotation or Rotation()
+    return rotate(x, rotation.signs), rotation.amax

@@ -11,7 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
 from snip_megatron.megatron.linears import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.numerics.quantize import derive_seed, fake_quantize
-from snip_megatron.numerics.quantize.formats import STOCHASTIC
+from snip_megatron.numerics.quantize.formats import SPECS, STOCHASTIC
+from snip_megatron.numerics.quantize.reference import ROTATED, rotate
 from snip_megatron.precision import Format, Formats, LinearId
 
 FC1 = LinearId("decoder", 2, "mlp.linear_fc1")
@@ -94,7 +95,10 @@ def reference(
     def quantised(t: torch.Tensor, fmt: Format, **options: Any) -> torch.Tensor:
         return t.double() if fmt is Format.BF16 else fake_quantize(t, fmt, **options).double()
 
+    drawn = derive_seed(context.seed, context.step, 0x486164616D617264, FC1_INDEX) >> 48
     y = quantised(x, fprop) @ quantised(w, fprop, block=True).t()
     d = quantised(g, dgrad, **rounding(dgrad, context, microbatch, 1)) @ quantised(w, dgrad, block=True, axis=0)
+    if wgrad in ROTATED:
+        x, g = (rotate(t, drawn if SPECS[wgrad].random_signs else 0) for t in (x, g))
     gw = quantised(g, wgrad, axis=0, **rounding(wgrad, context, microbatch, 2)).t() @ quantised(x, wgrad, axis=0)
     return y.view(*rows, -1), d.view(*rows, -1), gw

@@ -15,7 +15,7 @@ from tests.unit.numerics.products.products import BACKENDS, hopper
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 FORMATS: list[Formats] = [(FP8, FP4, FP8), (TENSOR, TENSOR, FP4), (BF16, FP4, BF16),
-                          (Format.NVFP4, Format.NVFP4, Format.MXFP4)]  # fmt: skip
+                          (Format.NVFP4_46, Format.NVFP4, Format.NVFP4_HADAMARD)]  # fmt: skip
 HOPPER = hopper()
 
 

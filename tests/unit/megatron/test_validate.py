@@ -205,6 +205,8 @@ def test_pins_and_formats_that_leave_the_budget_out_of_reach() -> None:
     assert message.startswith("--snip-budget fp4=0.75 is unreachable with --snip-formats fp8,fp4, the pins and")
     assert "the highest reachable target is 0.6" in message
     check(config(pin=("*.linear_fc1=bf16",), budget="fp4=0.6"), arguments())
+    message = refused(config(formats=("mxfp8", "nvfp4_46")), arguments())  # nvfp4_46 is a format of fprop
+    assert message.startswith("--snip-budget fp4=0.75 is unreachable with --snip-formats mxfp8,nvfp4_46, the pins and")
 
 
 def test_layers_that_megatron_keeps_in_bf16_are_pins_and_the_users_come_after() -> None:

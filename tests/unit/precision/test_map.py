@@ -14,6 +14,7 @@ from refusal import refusal
 from snip_megatron.precision import (
     DENSE_LAYER,
     STATUSES,
+    VARIANTS,
     Format,
     Gemm,
     LinearId,
@@ -22,6 +23,7 @@ from snip_megatron.precision import (
     Role,
     candidates_fault,
     fp4_fraction,
+    misplaced,
     option_id,
     split_option_id,
 )
@@ -32,7 +34,9 @@ LINEARS = st.builds(
     LinearId, st.sampled_from(["decoder", "mtp"]), st.integers(0, 200), st.sampled_from([*DENSE_LAYER, "mixer.in_proj"])
 )
 KEYS = st.builds(option_id, LINEARS.map(str), st.one_of(st.none(), st.sampled_from(list(Gemm))))
-CHOICES = st.dictionaries(KEYS, FORMATS, max_size=12)
+CHOICES = st.dictionaries(KEYS, FORMATS, max_size=12).map(
+    lambda drawn: {key: fmt for key, fmt in drawn.items() if misplaced(fmt, split_option_id(key)[1]) is None}
+)
 NUMBERS = st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False))
 MAPS = st.builds(
     PrecisionMap,
@@ -160,6 +164,8 @@ def test_json_round_trip(precision_map: PrecisionMap) -> None:
         ({"bound": float("nan")}, "bound: must be a finite number"),
         ({"achieved_per_stage": [1]}, "achieved_per_stage: must be an object"),
         ({"achieved_per_stage": {"0": None}}, "achieved_per_stage['0']: must be a finite number"),
+        ({"choices": {"decoder.layers.0.mlp.linear_fc1:dgrad": "nvfp4_46"}}, "a format of fprop, not of dgrad"),
+        ({"choices": {"decoder.layers.0.mlp.linear_fc1": "nvfp4_46"}}, "not of dgrad"),
     ],
 )
 def test_bad_maps_are_named(changes: dict[str, Any], words: str) -> None:
@@ -186,10 +192,24 @@ def test_the_fp4_share_weighs_by_flops_and_counts_all_formats_of_four_bits() -> 
     assert fp4_fraction(PrecisionMap({}), {}) == 0.0
 
 
-# -- candidates ----------------------------------------------------------------------------------------------------
-def test_candidates_of_a_budget() -> None:
-    assert candidates_fault(["fp8", "fp4"], share=True) is None
-    assert str(candidates_fault([], share=True)).startswith("expected distinct names of bf16, fp8")
-    assert candidates_fault(["fp8", "bf16"], share=False) is None
-    assert "no candidate under fp4=" in str(candidates_fault(["fp8", "bf16"], share=True))
-    assert "leaves nothing to choose" in str(candidates_fault(["bf16"], share=False))
+# -- variants ------------------------------------------------------------------------------------------------------
+def test_a_variant_belongs_to_its_base_and_its_gemms() -> None:
+    assert (Format.NVFP4_46.base, Format.NVFP4_46.bits, Format.NVFP4_46.gemms) == (Format.NVFP4, 4, (Gemm.FPROP,))
+    assert (Format.FP8.base, Format.FP8.gemms) == (Format.FP8, tuple(Gemm))
+    assert {fmt for fmt in Format if fmt.base is not fmt} == set(VARIANTS)
+    assert misplaced(Format.NVFP4_46, Gemm.FPROP) is None
+    assert misplaced(Format.NVFP4_46, Gemm.WGRAD) == "nvfp4_46 is a format of fprop, not of wgrad"
+
+
+def test_candidates_cover_every_gemm() -> None:
+    assert candidates_fault(["mxfp8", "nvfp4_46"], granularity="gemm", share=True) is None
+    assert candidates_fault(["fp8", "fp4"], granularity="layer", share=True) is None
+    assert str(candidates_fault([], granularity="gemm", share=True)).startswith("expected distinct names of bf16, fp8")
+    assert candidates_fault(["nvfp4_46", "nvfp4"], granularity="gemm", share=True) is None
+    assert candidates_fault(["nvfp4_46"], granularity="gemm", share=True) == "none is a format of dgrad; add nvfp4"
+    assert "not of dgrad, and at granularity layer" in str(
+        candidates_fault(["fp8", "nvfp4_46"], granularity="layer", share=True)
+    )
+    assert candidates_fault(["fp8", "bf16"], granularity="gemm", share=False) is None
+    assert "no candidate under fp4=" in str(candidates_fault(["fp8", "bf16"], granularity="gemm", share=True))
+    assert "leaves nothing to choose" in str(candidates_fault(["bf16"], granularity="gemm", share=False))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from dense_names import dense_names
 
-from snip_megatron.precision import Format, Gemm, PrecisionMap
+from snip_megatron.precision import Format, Gemm, PrecisionMap, misplaced
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.sensitivity.policies import (
@@ -90,7 +90,7 @@ def test_without_weight_divergence_the_loss_decides_alone(rule: str) -> None:
 
 
 DENSE = dense_names(20)
-HARDWARE = [("mxfp8", "nvfp4"), ("mxfp8", "mxfp4"), ("bf16", "mxfp8", "nvfp4")]
+HARDWARE = [("mxfp8", "nvfp4"), ("mxfp8", "mxfp4"), ("bf16", "mxfp8", "nvfp4", "nvfp4_46", "nvfp4_hadamard")]
 
 
 def made(policy: str, *formats: str, names: list[str] = DENSE) -> PrecisionMap:
@@ -104,15 +104,16 @@ def made(policy: str, *formats: str, names: list[str] = DENSE) -> PrecisionMap:
 def test_a_map_covers_every_gemm_with_formats_that_may_run_there(policy: str, formats: tuple[str, ...]) -> None:
     assert policy in POLICIES
     found = made(policy, *formats)
-    used = {found.format_of(n, g) for n in DENSE for g in Gemm}
-    assert used == formats_of(policy, formats)
+    used = {(g, found.format_of(n, g)) for n in DENSE for g in Gemm}
+    assert not [misplaced(fmt, g) for g, fmt in used if misplaced(fmt, g)]
+    assert {fmt for _, fmt in used} == formats_of(policy, formats)
 
 
 @pytest.mark.parametrize(
     ("formats", "eight", "four"),
     [
         ((), "fp8", "fp4"),
-        (("mxfp4", "mxfp8"), "mxfp8", "mxfp4"),
+        (("mxfp4_hadamard", "mxfp4", "mxfp8"), "mxfp8", "mxfp4"),
         (("fp8_tensor", "fp8"), "fp8", "fp4"),
     ],
 )

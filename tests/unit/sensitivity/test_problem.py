@@ -1,5 +1,6 @@
-"""The Problem: costs, savings, pins, the fp4 share's denominator, ties, phases."""
+"""The Problem: costs, savings, pins, the fp4 share's denominator, ties, variants of formats, phases."""
 
+import dataclasses
 import itertools
 import math
 from dataclasses import replace
@@ -10,14 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm, split_option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.policies import FIXED, POLICIES
 from snip_megatron.sensitivity.problem import check_reachable, list_options, monotone
 from snip_megatron.sensitivity.request import PhasedRequest
-from snip_megatron.solver import Spent
+from snip_megatron.sensitivity.table import StatisticsTable
+from snip_megatron.solver import Spent, solve
 from snip_megatron.solver.problem import Item, Problem
 
 from .synthetic import linear_rows, make_table, with_columns, with_experts
@@ -175,6 +177,43 @@ def test_fewer_bits_are_never_better() -> None:
     scores = np.array([[3.0, 0.0, 1.0], [1.0, -2.0, 2.0], [2.0, 0.0, -5.0]])
     projected = monotone(scores, ("fp8", "bf16", "fp4"))
     assert projected.tolist() == [[3.0, 0.0, 3.0], [1.0, -2.0, 2.0], [2.0, 0.0, 2.0]]
+
+
+FORMATS = ("mxfp8", "nvfp4_46", "nvfp4_hadamard", "nvfp4")
+
+
+def table_of(formats: tuple[str, ...] = FORMATS, **relative: float) -> StatisticsTable:
+    """Errors of a format are ``relative`` times those of nvfp4, or .01 times for mxfp8."""
+    table = make_table(formats=formats)
+    base = table.by_format["c2"][:, :1] / 1e-2
+    factors = [relative.get(fmt, 0.01 if fmt == "mxfp8" else 1.0) for fmt in formats]
+    return with_columns(table, "by_format", **dict.fromkeys(table.by_format, base * factors))
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in FIXED])
+def test_an_option_may_take_the_formats_of_its_gemm(policy: str) -> None:
+    problem, scores = build_problem(table_of(), SolveRequest(formats=FORMATS, policy=policy))
+    own = {
+        Gemm.FPROP: ["mxfp8", "nvfp4_46", "nvfp4"],
+        Gemm.DGRAD: ["mxfp8", "nvfp4"],
+        Gemm.WGRAD: ["mxfp8", "nvfp4_hadamard", "nvfp4"],
+    }
+    for item in problem.items:
+        gemm = split_option_id(item.id)[1]
+        assert gemm is not None
+        assert [c.format.value for c in item.choices] == own[gemm]
+        assert list(scores[item.id]) == own[gemm]
+        assert [c.saving for c in item.choices] == [0.0] + [item.cost] * (len(own[gemm]) - 1)
+
+
+def test_candidates_that_only_one_gemm_may_take_save_that_gemms_share() -> None:
+    request = SolveRequest(formats=("mxfp8", "nvfp4_46"), budget=Budget("fp4", 0.3))
+    rows = linear_rows(2)
+    check_reachable(rows, request)
+    with pytest.raises(SnipError, match=r"the highest reachable target is 0.3333"):
+        check_reachable(rows, dataclasses.replace(request, budget=Budget("fp4", 0.5)))
+    solution = solve(build_problem(table_of(("mxfp8", "nvfp4_46")), request)[0])
+    assert {fmt for key, fmt in solution.choices.items() if not key.endswith(":fprop")} == {Format.MXFP8}
 
 
 PHASES = PhasedRequest(

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from snip_megatron.numerics.quantize import fake_quantize
+from snip_megatron.numerics.quantize.reference import Rotation, rotate
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.sensitivity.quantization_error import output_sums, squared_errors, tensor_sums, weight_sums
 
 FORMATS = ("fp8", "fp4", "fp8_tensor", "nvfp4", "mxfp4", "mxfp8")
@@ -59,6 +61,49 @@ def test_stochastic_errors_are_their_expectation(fmt: str, axis: int) -> None:
     # Of one element as well: a draw is one of two numbers, whose mean of 400 is off by far less than half.
     large = expected > 0.25 * expected.amax()
     assert ((total / draws / expected)[large] - 1.0).abs().max() < 0.5
+
+
+# -- variants ------------------------------------------------------------------------------------------------------
+VARIANTS = ("nvfp4_46", "nvfp4_hadamard", "mxfp4_hadamard_fixed", "nvfp4")
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_variant_has_errors_on_its_own_gemms_by_its_own_rule(gradient: bool) -> None:
+    x = matrix(70, 96)
+    rotations = {"nvfp4_hadamard": Rotation(0b1010_0110_0000_1111)}
+    found = tensor_sums(x, VARIANTS, stochastic=gradient, rotations=rotations, d=x if not gradient else None)
+    for i, fmt in enumerate(VARIANTS):
+        gemms, base = Format(fmt).gemms, Format(fmt).base.value
+        along = squared_errors(x, fmt, stochastic=gradient).double()
+        if (Gemm.DGRAD if gradient else Gemm.FPROP) not in gemms:
+            along = along * 0
+        assert float(found.row_errors[i]) == pytest.approx(float(along.sum()), rel=1e-6)
+        down = x if "hadamard" not in fmt else rotate(x, rotations[fmt].signs if fmt in rotations else 0)
+        down = squared_errors(down, base, axis=0, stochastic=gradient).double().sum(0)
+        down = down if Gemm.WGRAD in gemms else down * 0
+        torch.testing.assert_close(found.col_errors[i], down, rtol=1e-6, atol=0)
+        if found.dots is not None:
+            assert bool(found.dots[1 + i].any()) is (Gemm.FPROP in gemms)
+
+
+def test_the_errors_of_a_transformed_tensor_are_those_of_what_it_is_transformed_back_to() -> None:
+    """Column norms of Q(Hx) − Hx are those of HᵀQ(Hx) − x, the error of the operand that the product is taken with."""
+    x = matrix(64, 40).float()
+    turned = rotate(x, 5)
+    back = rotate(fake_quantize(turned, "mxfp4", axis=0))  # H is its own transpose; the signs come off last
+    flips = torch.tensor([-1.0 if 5 >> i & 1 else 1.0 for i in range(16)]).repeat(4)[:, None]
+    expected = (back * flips - x).double().square().sum(0)
+    found = tensor_sums(x, ("mxfp4_hadamard",), rotations={"mxfp4_hadamard": Rotation(5)}).col_errors[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-9)
+
+
+def test_weights_of_variants() -> None:
+    w = matrix(96, 80)
+    found = weight_sums(w, VARIANTS)[1:]
+    expected = [squared_errors(w, fmt, block=True).double().sum() for fmt in ("nvfp4_46", "nvfp4")]
+    torch.testing.assert_close(found[[0, 3]], torch.stack(expected))
+    assert not found[1:3].any()  # formats of wgrad alone, which reads no weight
+    assert found[0] < found[3]
 
 
 def test_output_sums() -> None:

@@ -54,7 +54,7 @@ def worst_of_sums(shape: tuple[int, int], dtype: torch.dtype, *arguments: Any, *
 
 
 @pytest.mark.parametrize(
-    "formats", [("fp8", "fp4"), ("fp4",), ("mxfp4", "fp8_tensor", "fp4"), ("nvfp4",), ("fp8", "nvfp4")]
+    "formats", [("fp8", "fp4"), ("fp4",), ("mxfp4", "fp8_tensor", "fp4"), ("nvfp4",), ("fp8", "nvfp4_hadamard")]
 )
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_sums_with_tails(interpreted: Run, formats: tuple[str, ...], stochastic: bool) -> None:

@@ -84,6 +84,17 @@ def test_a_format_that_was_not_measured_is_refused() -> None:
         MODEL.seconds(SHAPE, Gemm.FPROP, Format.NVFP4)
 
 
+def test_a_variant_that_was_not_measured_takes_the_time_of_its_base() -> None:
+    base, weight = Format.NVFP4, SHAPE.n * SHAPE.k / QUANTISED
+    model = CostModel(formula_table(formats=(BF16, base)))
+    for variant in (Format.NVFP4_46, Format.NVFP4_HADAMARD):
+        for g in variant.gemms:  # half of a call more for fprop: W is not shared
+            expected = model.seconds(SHAPE, g, base) + (0.0 if g is Gemm.WGRAD else weight)
+            assert model.seconds(SHAPE, g, variant) == pytest.approx(expected)
+    with pytest.raises(SnipError, match="have no mxfp4_hadamard"):
+        model.seconds(SHAPE, Gemm.WGRAD, Format.MXFP4_HADAMARD)
+
+
 def test_flops_model() -> None:
     model = FlopsModel()
     assert model.seconds(SHAPE, Gemm.WGRAD, BF16) == pytest.approx(4 * 2 * 2000 * 3000 * 700 / FLOPS_RATE)

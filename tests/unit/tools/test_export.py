@@ -107,6 +107,7 @@ def test_collapse_takes_the_widest(three: Formats) -> None:
     taken = collapse(three)
     assert taken in three
     assert all(FORMATS.index(taken) <= FORMATS.index(f) for f in three)
+    assert collapse((Format.NVFP4_46, Format.NVFP4, Format.NVFP4_HADAMARD)) is Format.NVFP4
 
 
 def test_maps_of_single_gemms_need_collapse_and_say_what_changed(tmp_path: Path) -> None:
@@ -208,6 +209,7 @@ FC1 = "decoder.layers.1.mlp.linear_fc1"
     ("choices", "message"),
     [
         (FP8_MAP | {f"{FC1}:dgrad": Format.MXFP4}, f"{FC1} runs dgrad in mxfp4"),
+        (FP8_MAP | {f"{FC1}:fprop": Format.NVFP4_46}, f"{FC1} runs fprop in nvfp4_46"),
         ({}, "names no linear"),
     ],
 )

@@ -31,10 +31,13 @@ from snip_megatron.numerics.quantize.operands import (
     OperandSpec,
     operands_are_equal,
 )
+from snip_megatron.numerics.quantize.reference import POINTS, Rotation, is_rotated
 from snip_megatron.precision import Format
 
 # -- device code -----------------------------------------------------------------------------------------------------
 _SIGN = tl.constexpr(-0x80000000)
+_ERROR_STEPS = tl.constexpr(1048576.0)  # a squared error is an integer in units of 2^-20, as in reference.py
+_LARGEST_ERROR = tl.constexpr(67108864.0)
 
 
 @triton.jit
@@ -89,11 +92,33 @@ def draws(rows, cols, word_0, word_1):
 
 
 @triton.jit
-def _tensor_scale(amax_ptr, SCALING: tl.constexpr):
-    """Return the FP32 scale [1, 1, 1, 1] of a tensor: amax / 448 or amax / (6·448)."""
+def _sums(x, APART: tl.constexpr):
+    """Replace each pair (a, b) of rows ``APART`` apart by (a + b, a − b)."""
+    pairs = tl.permute(tl.reshape(x, (x.shape[0] // (2 * APART), 2, APART, x.shape[1])), (0, 2, 3, 1))
+    first, second = tl.split(pairs)
+    pairs = tl.permute(tl.join(first + second, first - second), (0, 3, 1, 2))
+    return tl.reshape(pairs, x.shape)
+
+
+@triton.jit
+def rotate_rows(x, signs_ptr, signs, LOADED: tl.constexpr):
+    """Return the Hadamard transform of groups of 16 rows. The order of sums is that of ``reference.rotate``."""
+    if LOADED:
+        signs = tl.load(signs_ptr)
+    factors = (1 - 2 * ((signs >> tl.arange(0, 16)) & 1)).to(tl.float32)
+    groups: tl.constexpr = (x.shape[0] // 16, 16, x.shape[1])
+    x = tl.reshape(tl.reshape(x, groups) * factors[None, :, None], x.shape)
+    for i in tl.static_range(4):
+        x = _sums(x, 8 >> i)
+    return x * 0.25
+
+
+@triton.jit
+def _tensor_scale(amax_ptr, SCALING: tl.constexpr, FOUR: tl.constexpr):
+    """Return the FP32 scale [1, 1, 1, 1] of a tensor: amax / 448, amax / (6·448) or, with ``FOUR``, amax / (6·256)."""
     bits = tl.load(amax_ptr + tl.zeros((1, 1, 1, 1), tl.int32))
     amax = bits.to(tl.float32, bitcast=True)
-    maximum: tl.constexpr = 448.0 if SCALING == "fp32_tensor" else 6.0 * 448.0
+    maximum: tl.constexpr = 448.0 if SCALING == "fp32_tensor" else 6.0 * (256.0 if FOUR else 448.0)
     scale = tl.div_rn(amax, constant_like(maximum, amax))
     scale = tl.where(scale == 0.0, 1.0, scale)
     return tl.where((bits >= INFINITY_BITS) & (SCALING == "fp32_tensor"), float("nan"), scale)
@@ -109,45 +134,64 @@ def _power_of_two(amax_bits, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _e4m3_quotients(tiles, amax_bits, tensor_scale):
-    """Return x over the scales of tiles whose amax becomes 6, and the E4M3 scales. Zero scales give zeros."""
+def _e4m3_quotients(tiles, amax_bits, tensor_scale, MAXIMUM: tl.constexpr):
+    """Return x over the scales of tiles whose amax becomes ``MAXIMUM``, and the E4M3 scales. Zero scales give zeros."""
     amax = amax_bits.to(tl.float32, bitcast=True)
-    scale = nearest(tl.div_rn(tl.div_rn(amax, constant_like(6.0, amax)), tensor_scale + tl.zeros_like(amax)), 8)
+    scale = nearest(tl.div_rn(tl.div_rn(amax, constant_like(MAXIMUM, amax)), tensor_scale + tl.zeros_like(amax)), 8)
     divisor = scale * tensor_scale
     divisor = tl.where(divisor == 0.0, float("inf"), divisor)
     return tl.div_rn(tiles, divisor + tl.zeros_like(tiles)), scale
 
 
 @triton.jit
+def _four_or_six(tiles, amax_bits, tensor_scale, MAXIMUM: tl.constexpr):
+    """Return E2M1 elements, E4M3 scales and squared errors of tiles. The errors are sums of integers, in any order."""
+    y, scale = _e4m3_quotients(tiles, amax_bits, tensor_scale, MAXIMUM)
+    values = nearest(y, 4)
+    error = tl.minimum((values - y) * (values - y) * _ERROR_STEPS, _LARGEST_ERROR)
+    error = tl.where(error == error, error, 0.0).to(tl.int32)
+    total = tl.sum(tl.sum(error, axis=3, keep_dims=True), axis=1, keep_dims=True)
+    return values, scale, total.to(tl.float32) * scale * scale
+
+
+@triton.jit
 def _quantize_tiles(
     tiles, amax_bits, tensor_scale, draw, ELEMENT: tl.constexpr, SCALING: tl.constexpr, RANDOM: tl.constexpr,
+    FOUR: tl.constexpr,
 ):  # fmt: skip
     """Return the elements and the scales of tiles of magnitudes, from the bits of max|x| of each tile.
 
     ``tensor_scale`` is the scale of the tensor. The scales of nvfp4's tiles do not include it.
     """
-    if SCALING == "e8m0":
-        factor, inverse = _power_of_two(amax_bits, ELEMENT)
-        y = tiles * inverse
-    elif SCALING == "e4m3_fp32":
-        y, factor = _e4m3_quotients(tiles, amax_bits, tensor_scale)
+    if FOUR:
+        values, factor, error = _four_or_six(tiles, amax_bits, tensor_scale, 6.0)
+        other_values, other_factor, other_error = _four_or_six(tiles, amax_bits, tensor_scale, 4.0)
+        smaller = (other_error < error) | (factor == 0.0)
+        values, factor = tl.where(smaller, other_values, values), tl.where(smaller, other_factor, factor)
     else:
-        factor = tensor_scale + tl.zeros_like(amax_bits).to(tl.float32)
-        if SCALING == "fp32":
-            amax = amax_bits.to(tl.float32, bitcast=True)
-            factor = tl.div_rn(amax, constant_like(6.0 if ELEMENT == 4 else 448.0, amax))
-            factor = tl.where(factor == 0.0, 1.0, factor)
-        y = tl.div_rn(tiles, factor + tl.zeros_like(tiles))
-    values = stochastic(y, draw) if RANDOM else nearest(y, ELEMENT)
+        if SCALING == "e8m0":
+            factor, inverse = _power_of_two(amax_bits, ELEMENT)
+            y = tiles * inverse
+        elif SCALING == "e4m3_fp32":
+            y, factor = _e4m3_quotients(tiles, amax_bits, tensor_scale, 6.0)
+        else:
+            factor = tensor_scale + tl.zeros_like(amax_bits).to(tl.float32)
+            if SCALING == "fp32":
+                amax = amax_bits.to(tl.float32, bitcast=True)
+                factor = tl.div_rn(amax, constant_like(6.0 if ELEMENT == 4 else 448.0, amax))
+                factor = tl.where(factor == 0.0, 1.0, factor)
+            y = tl.div_rn(tiles, factor + tl.zeros_like(tiles))
+        values = stochastic(y, draw) if RANDOM else nearest(y, ELEMENT)
     return values, tl.where(amax_bits < INFINITY_BITS, factor, float("nan"))
 
 
-@triton.jit(do_not_specialize=["word_0", "word_1"])
+@triton.jit(do_not_specialize=["word_0", "word_1", "signs"])
 def side_kernel(
-    x_ptr, out_ptr, scale_ptr, amax_ptr, cols_ptr, key_ptr, current_ptr, M, word_0, word_1,
+    x_ptr, out_ptr, scale_ptr, amax_ptr, cols_ptr, key_ptr, signs_ptr, current_ptr, M, word_0, word_1, signs,
     ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
-    RANDOM: tl.constexpr, KEY_LOADED: tl.constexpr, GUARDED: tl.constexpr, K: tl.constexpr,
-    x_stride: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    RANDOM: tl.constexpr, KEY_LOADED: tl.constexpr, FOUR: tl.constexpr, ROTATED: tl.constexpr,
+    SIGNS_LOADED: tl.constexpr, GUARDED: tl.constexpr, K: tl.constexpr, x_stride: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantise a part [R, C] of a matrix [M, K] in tiles of ``TILE_ROWS`` × ``TILE_COLS``.
 
@@ -160,8 +204,11 @@ def side_kernel(
             return
     k, m = tl.program_id(0), tl.program_id(1)
     rows, cols, offsets = _offsets(x_stride, m, k, R, C, WIDE)
-    inside = (rows < M)[:, None] & (cols < K)[None, :]
-    x = to_float32(tl.load(x_ptr + offsets, mask=inside, other=0.0))
+    x = to_float32(tl.load(x_ptr + offsets, mask=(rows < M)[:, None] & (cols < K)[None, :], other=0.0))
+    height = M
+    if ROTATED:
+        x, height = rotate_rows(x, signs_ptr, signs, SIGNS_LOADED), (M + 15) // 16 * 16
+    inside = (rows < height)[:, None] & (cols < K)[None, :]
     draw = x
     if RANDOM:
         if KEY_LOADED:
@@ -169,7 +216,7 @@ def side_kernel(
         draw = draws(rows, tl.load(cols_ptr + cols, mask=cols < K, other=0), word_0, word_1)
     tensor_scale = 1.0
     if (SCALING == "e4m3_fp32") or (SCALING == "fp32_tensor"):
-        tensor_scale = _tensor_scale(amax_ptr, SCALING)
+        tensor_scale = _tensor_scale(amax_ptr, SCALING, FOUR)
         one = tl.zeros((1, 1, 1, 1), tl.int32)
         tl.store(scale_ptr + one, tensor_scale, mask=one + k + m == 0)
     row_tiles: tl.constexpr = R // TILE_ROWS
@@ -180,7 +227,7 @@ def side_kernel(
     if SCALING != "fp32_tensor":
         amax = _largest(bits)
     tiles, draw = bits.to(tl.float32, bitcast=True), tl.reshape(draw, shape)
-    values, factor = _quantize_tiles(tiles, amax, tensor_scale, draw, ELEMENT, SCALING, RANDOM)
+    values, factor = _quantize_tiles(tiles, amax, tensor_scale, draw, ELEMENT, SCALING, RANDOM, FOUR)
     if (SCALING == "e4m3_fp32") or (SCALING == "e8m0"):
         values = values * factor
     signed = tl.reshape(values, (R, C)).to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & _SIGN)
@@ -194,10 +241,11 @@ def side_kernel(
         tl.store(scale_ptr + offsets, tl.reshape(factor, (row_tiles, col_tiles)), mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["signs"])
 def amax_kernel(
-    x_ptr, amax_ptr, current_ptr, M, FINITE: tl.constexpr, GUARDED: tl.constexpr, K: tl.constexpr,
-    x_stride: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    x_ptr, amax_ptr, signs_ptr, current_ptr, M, signs, FINITE: tl.constexpr, ROTATED: tl.constexpr,
+    SIGNS_LOADED: tl.constexpr, GUARDED: tl.constexpr, K: tl.constexpr, x_stride: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write the bits of max|x| to ``amax_ptr``, int32 and zero before. With ``FINITE`` x are the finite numbers."""
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
@@ -205,7 +253,10 @@ def amax_kernel(
             return
     rows, cols, offsets = _offsets(x_stride, tl.program_id(1), tl.program_id(0), R, C, WIDE)
     x = tl.load(x_ptr + offsets, mask=(rows < M)[:, None] & (cols < K)[None, :], other=0.0)
-    bits = magnitude_bits(to_float32(x))
+    x = to_float32(x)
+    if ROTATED:
+        x = rotate_rows(x, signs_ptr, signs, SIGNS_LOADED)
+    bits = magnitude_bits(x)
     if FINITE:
         bits = tl.where(bits < INFINITY_BITS, bits, 0)
     amax = tl.max(tl.max(bits, axis=0), axis=0)
@@ -239,28 +290,33 @@ def quantize_exact(x: Tensor, spec: OperandSpec, cached: CachedPair | None = Non
     x, equal = checked_matrix(x), operands_are_equal(spec)
     operands: list[Any] = [None, None] if cached is None else [*cached.operands]
     current = None if cached is None else cached.current
-    amaxes: dict[bool, Tensor] = {}  # over finite numbers, or all → amax
+    amaxes: dict[tuple[bool, bool], Tensor] = {}  # (over finite numbers, of the transform) → amax
     for index, fmt in enumerate(spec.formats):
         if fmt is None or (equal and index == 1):
             continue
+        rotation = None
+        if is_rotated(fmt, 1 - index, weight=spec.weight):
+            rotation = spec.rotation or Rotation()
         if operands[index] is None:
-            operands[index] = _output(x, fmt, 1 - index, spec)
+            operands[index] = _output(x, fmt, 1 - index, spec, rotation)
         if not x.numel():
             continue
         bits, scaling = x, SPECS[fmt].scaling
         if scaling in _TENSOR_SCALINGS:
-            finite = scaling is Scaling.E4M3_FP32
-            if finite not in amaxes:
-                amaxes[finite] = _amax(x, finite, current) if spec.amax is None else amax_bits(spec.amax)
-            bits = amaxes[finite]
-        _quantize(x, index, spec, operands[index], bits, current)
+            known = spec.amax if rotation is None else rotation.amax
+            kind = (scaling is Scaling.E4M3_FP32, rotation is not None)
+            if kind not in amaxes:
+                amaxes[kind] = _amax(x, kind[0], rotation, current) if known is None else amax_bits(known)
+            bits = amaxes[kind]
+        _quantize(x, index, spec, operands[index], rotation, bits, current)
     return operands[0], operands[0] if equal else operands[1]
 
 
-def _output(x: Tensor, fmt: Format, axis: int, spec: OperandSpec) -> ExactOperand:
+def _output(x: Tensor, fmt: Format, axis: int, spec: OperandSpec, rotation: Rotation | None) -> ExactOperand:
     """Return memory for an operand. A scale is 1 if no kernel writes it."""
     (M, K), format_spec = x.shape, SPECS[fmt]
-    values = torch.empty(M, K, dtype=torch.bfloat16, device=x.device)
+    height = M if rotation is None else -(-M // POINTS) * POINTS
+    values = torch.empty(height, K, dtype=torch.bfloat16, device=x.device)
     if format_spec.scaling is Scaling.FP32:
         tile = format_spec.tile_shape(axis, spec.weight)
         return ExactOperand(values, torch.empty(-(-M // tile[0]), -(-K // tile[1]), device=x.device), tile)
@@ -273,6 +329,7 @@ def _quantize(
     index: int,
     spec: OperandSpec,
     operand: ExactOperand,
+    rotation: Rotation | None,
     amax: Tensor,
     current: Tensor | None,
 ) -> None:
@@ -283,36 +340,46 @@ def _quantize(
     tile = format_spec.tile_shape(1 - index, spec.weight) if format_spec.tile else (1, 1)
     if seed is not None and spec.keys is not None:
         cols = torch.arange(K, device=x.device) if spec.keys.cols is None else spec.keys.cols
+    signs, signs_loaded, number = _signs(rotation, x)
     shape = SHAPES["tiles of 128" if format_spec.scaling is Scaling.FP32 else "columns" if tile[0] > 1 else "rows"]
     rows = max(shape.rows, tile[0])
     launch(
         side_kernel, (-(-K // shape.cols), -(-M // rows)),
         [
             x, (operand.values, torch.int16), x if operand.scale is None else operand.scale, amax, cols,
-            key_memory(seed, x), x if current is None else current,
+            key_memory(seed, x), signs, x if current is None else current,
         ],
-        (M,), (*key_numbers(seed),),
+        (M,), (*key_numbers(seed), number),
         {
             "ELEMENT": 4 if format_spec.element is E2M1 else 8, "SCALING": format_spec.scaling.value,
             "TILE_ROWS": tile[0], "TILE_COLS": tile[1],
-            "RANDOM": seed is not None, "KEY_LOADED": isinstance(seed, Tensor), "GUARDED": current is not None,
+            "RANDOM": seed is not None, "KEY_LOADED": isinstance(seed, Tensor), "FOUR": format_spec.four_over_six,
+            "ROTATED": rotation is not None, "SIGNS_LOADED": signs_loaded, "GUARDED": current is not None,
             "K": K, "x_stride": x.stride(0), "R": rows, "C": shape.cols, "WIDE": shape.wide,
         },
         {"num_warps": shape.warps},
     )  # fmt: skip
 
 
-def _amax(x: Tensor, finite: bool, current: Tensor | None) -> Tensor:
-    """Return the bits of max|x|, int32 [1]."""
+def _amax(x: Tensor, finite: bool, rotation: Rotation | None, current: Tensor | None) -> Tensor:
+    """Return the bits of max|x|, or of the transform of x, int32 [1]."""
     M, K = x.shape
     bits, shape = torch.zeros(1, dtype=torch.int32, device=x.device), SHAPES["amax"]
+    signs, signs_loaded, number = _signs(rotation, x)
     launch(
         amax_kernel, (-(-K // shape.cols), -(-M // shape.rows)),
-        (x, bits, bits if current is None else current), (M,), (),
+        (x, bits, signs, bits if current is None else current), (M,), (number,),
         {
-            "FINITE": finite, "GUARDED": current is not None,
+            "FINITE": finite, "ROTATED": rotation is not None, "SIGNS_LOADED": signs_loaded,
+            "GUARDED": current is not None,
             "K": K, "x_stride": x.stride(0), "R": shape.rows, "C": shape.cols, "WIDE": shape.wide,
         },
         {"num_warps": shape.warps},
     )  # fmt: skip
     return bits
+
+
+def _signs(rotation: Rotation | None, unused: Tensor) -> tuple[Tensor, bool, int]:
+    """Return the signs in memory (``unused`` if they are a number), whether they are in memory, and the number."""
+    signs = 0 if rotation is None else rotation.signs
+    return (signs, True, 0) if isinstance(signs, Tensor) else (unused, False, signs)

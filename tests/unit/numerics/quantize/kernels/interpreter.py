@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from snip_megatron.numerics.quantize.operands import CachedPair
+from snip_megatron.numerics.quantize.reference import Rotation
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -90,6 +91,8 @@ class _Packed:
 def _map(value: Any, function: Any) -> Any:
     if isinstance(value, CachedPair):
         return CachedPair(_map(value.operands, function), function(value.current))
+    if isinstance(value, Rotation):
+        return Rotation(function(value.signs), function(value.amax))
     if isinstance(value, tuple):
         return tuple.__new__(type(value), [_map(part, function) for part in value])
     if isinstance(value, dict):

@@ -10,12 +10,13 @@ from snip_megatron.numerics.products.grouped_hopper import add_wgrad
 from snip_megatron.numerics.quantize import derive_seeds, operands
 from snip_megatron.numerics.quantize.device_keys import DeviceKeys, LinearIdentity
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, RowMap
+from snip_megatron.numerics.quantize.reference import Rotation
 
 from ..specs import spec
 from .interpreter import Quantizers, matrix
 from .test_quantize import assert_operands
 
-FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor")
+FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor", "nvfp4_46")
 
 
 def assert_same(found: OperandPair, expected: OperandPair, *, drawn: bool = False) -> None:
@@ -54,6 +55,26 @@ def test_numbers_of_mxfp8_below_those_of_bf16(quantizers: Quantizers) -> None:
     """FP32 matrices alone have them. Every multiple of 2^-136 that is no number of bf16 is rounded."""
     x = torch.arange(-240, 240).mul(2.0**-136).view(4, 120)
     check(quantizers, x, "mxfp8", "mxfp8")
+
+
+def close_errors(rows: int, cols: int) -> torch.Tensor:
+    """Tiles whose two squared errors are equal or nearly so, zero tiles, and tiles with the smallest scales."""
+    generator = torch.Generator().manual_seed(rows + cols)
+    x = torch.randint(-24, 25, (rows, cols), generator=generator).float()
+    x[16:32] *= torch.rand(16, 1, generator=generator) * 2.0**-9
+    x[32:, ::2] = 0.0
+    x[0, :16] = 0.0
+    x[1, 0] = 6 * 256.0
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_four_over_six_of_close_errors(quantizers: Quantizers, dtype: torch.dtype) -> None:
+    """Where sums of FP32 numbers do not decide, integers do. Scales saturate if the amax is that of other numbers."""
+    x = close_errors(48, 96).to(dtype)
+    check(quantizers, x, "nvfp4_46", "nvfp4_46")
+    for amax in (1e-30, 1e4):
+        check(quantizers, x, "nvfp4_46", "nvfp4_46", amax=torch.tensor(amax).to(dtype))
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp4"])
@@ -105,6 +126,29 @@ def test_kept_weights(quantizers: Quantizers, fmt: str, current: int) -> None:
     new = matrix(40, 70) * 3
     found = quantizers.call("quantize_exact", new, how, held)
     assert_same(found, old if current else operands.quantize_exact(new, how))
+
+
+@pytest.mark.parametrize(("fmt", "rows"), [("nvfp4_hadamard", 37), ("mxfp4_hadamard", 64)])
+def test_transformed_sides(quantizers: Quantizers, fmt: str, rows: int) -> None:
+    """The col side is transformed, with signs from the host or from memory, and has whole groups of rows."""
+    x = matrix(rows, 530)
+    rotation = Rotation(0b1011_0000_1111_0101)
+    check(quantizers, x, None, fmt, col_seed=5, rotation=rotation)
+    check(quantizers, x, "nvfp4", fmt, row_seed=3, col_seed=5, rotation=rotation)
+    check(quantizers, x, "mxfp8", fmt)
+    on_device = Rotation(torch.tensor([rotation.signs], dtype=torch.int32))
+    found = quantizers.call("quantize_exact", x, spec("nvfp4", fmt, col_seed=5, rotation=on_device))
+    assert_same(found, operands.quantize_exact(x, spec("nvfp4", fmt, col_seed=5, rotation=rotation)))
+    assert found[1].values.shape == (-(-rows // 16) * 16, 530)
+
+
+def test_transformed_sides_of_what_is_not_finite(quantizers: Quantizers) -> None:
+    fmt = "nvfp4_hadamard"
+    x = matrix(40, 70, torch.float32)
+    x[3, 20], x[-4, 5] = float("nan"), float("-inf")
+    check(quantizers, x, "nvfp4", fmt, rotation=Rotation(77))
+    amax = torch.tensor(7e4)
+    check(quantizers, matrix(40, 70), "nvfp4", fmt, amax=amax, rotation=Rotation(77, amax * 3))
 
 
 @pytest.mark.parametrize(("tiles", "dtype", "add"), [((1, 128), torch.float32, True), ((1, 1), torch.bfloat16, False)])

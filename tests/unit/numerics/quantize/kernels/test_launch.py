@@ -12,6 +12,7 @@ from snip_megatron.numerics.products.grouped import group_rows
 from snip_megatron.numerics.quantize.device_keys import DeviceKeys, LinearIdentity
 from snip_megatron.numerics.quantize.kernels import exact, launch, partial_sums, quantize, swiglu
 from snip_megatron.numerics.quantize.kernels.compiler import compile_for
+from snip_megatron.numerics.quantize.reference import Rotation
 
 from ..specs import spec
 
@@ -34,7 +35,7 @@ def run_all_kernels() -> None:
     quantize.advance(keys._state, keys._counts, keys._identities, keys._words, 0, (1, 2))
     swiglu.swiglu_with_amax(X)
     swiglu.swiglu_with_amax(X, X[:, :256].contiguous())
-    exact.quantize_exact(X, spec("nvfp4", "nvfp4", col_seed=1))
+    exact.quantize_exact(X, spec("nvfp4_46", "nvfp4_hadamard", col_seed=1, rotation=Rotation(3)))
     partial_sums.add_partials(torch.zeros(2, 4, 256, dtype=torch.uint8), torch.zeros(2, 4, 2), X[:4, :256], 0)
 
 
