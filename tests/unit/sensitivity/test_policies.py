@@ -1,5 +1,6 @@
 """Policies: what each protects, the rules of Q, and the maps that are known before training."""
 
+
 import numpy as np
 import pytest
 from dense_names import dense_names
