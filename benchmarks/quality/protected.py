@@ -21,6 +21,7 @@ from benchmarks.common import header, write
 from benchmarks.quality.results import load_results
 from snip_megatron.precision import Gemm, PrecisionMap, split_option_id
 from snip_megatron.runtime.run_data import step_files
+from snip_megatron.sensitivity.policies import tail_blocks
 from snip_megatron.solver import Problem
 
 
@@ -28,7 +29,7 @@ def figures(chosen: PrecisionMap, cost: Mapping[str, float]) -> dict[str, float]
     """Return the shares of one map, of FLOPs ``cost`` by option."""
     options = {option: split_option_id(option) for option in cost}
     blocks = 1 + max(linear.layer for linear, _ in options.values())
-    last = blocks - max(1, round(0.15 * blocks))
+    last = blocks - tail_blocks(blocks)
     listed = {o for o, (linear, _) in options.items() if linear.layer >= last or _mixes(linear.path)}
     protected = {option for option in cost if chosen.choices[option].bits > 4}
 

@@ -17,7 +17,7 @@ from snip_megatron.precision import Gemm, option_id
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.run_data import step_files
 from snip_megatron.sensitivity.divergence import FPROP, FloatArray, format_column, of_formats, of_rows
-from snip_megatron.sensitivity.policies import ESTIMATORS, divergences
+from snip_megatron.sensitivity.policies import ESTIMATORS, divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 
@@ -154,24 +154,11 @@ def spearman(x: FloatArray | Sequence[float], y: FloatArray | Sequence[float]) -
 
 def _rules(table: StatisticsTable, base: SolveRequest) -> dict[str, _Scores]:
     """Return the scores of other methods' rules. Each rule serves as a proxy of both loss and drift."""
-    arrays = {
-        "first-order loss": first_order(table, base.formats),
-        "min-abs-err": _errors(table, base.formats, relative=False),
-        "min-rel-err": _errors(table, base.formats, relative=True),
-    }
+    loss, weight = divergences(table, replace(base, estimator="fisher"))
+    arrays: dict[str, FloatArray] = {"first-order loss": first_order(table, base.formats)}
+    for policy in ("min-abs-err", "min-rel-err"):
+        arrays[policy] = policy_scores(table, replace(base, policy=policy), loss, weight)
     return {name: _estimated(values, values) for name, values in arrays.items()}
-
-
-def _errors(table: StatisticsTable, formats: Sequence[str], *, relative: bool) -> FloatArray:
-    """Sum of the Frobenius norms of both operands' errors, with ``relative`` each over the norm of its operand."""
-    operands = (("dx_row2", "x2", "dw2", "w2"), ("dg_row2", "g2", "dw2", "w2"), ("dg_col2", "g2", "dx_col2", "x2"))
-    scores = np.zeros((len(table.linears), len(Gemm), len(formats)))
-    for gemm, operand in enumerate(operands):
-        for error, size in (operand[:2], operand[2:]):
-            norm = table.linear[size][:, None]
-            safe = np.where(norm > 0.0, norm, 1.0) if relative else 1.0
-            scores[:, gemm] += np.sqrt(format_column(table, error, formats) / safe)
-    return scores
 
 
 def _gemms(quantity: str) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.quality.experiment import Candidate, Experiment, Phase, Warm
 from benchmarks.quality.models import Data, model
-from snip_megatron.sensitivity.policies import fixed_format
+from snip_megatron.sensitivity.policies import fixed_formats
 
 MODULE = "snip_megatron.pretrain_gpt"
 WEIGHTS_ALONE = ("--no-save-optim", "--no-save-rng")
@@ -166,7 +166,7 @@ def _run(
 
 def _fixed(phase: Phase, candidate: Candidate) -> list[str]:
     """Return the arguments of a fixed map: formats only if they matter, so that experiments share its runs."""
-    own = fixed_format(candidate.policy, phase.formats) != fixed_format(candidate.policy)
+    own = fixed_formats(candidate.policy, phase.formats) != fixed_formats(candidate.policy)
     return ["--snip-formats", ",".join(phase.formats)] if own else []
 
 

@@ -74,7 +74,7 @@ def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
     options = given_options(args, SnipConfig)
     native = native_backend(options.get("gemm", SnipConfig.gemm), te_linears=te_linears)
     config = resolve_arguments(args, native or _named_backend(options.get("timings")))
-    if config.blame is not None or not config.updates:
+    if config.blame is not None or not (config.updates or config.late):
         return config, []
     lines = [dominated(config.budget, config.formats, native)]
     if "budget" not in options:

@@ -384,7 +384,7 @@ class SnipRun:
             restored=restored,
             unquantised=sum(linears.uncovered_flops.values()),
             kernels=WarmUp(registry, config, request, host, weighs_updates and args.optimizer == "adam", rehearse),
-            timeline=timeline_of(config, args, self.scheduler, step),
+            timeline=timeline_of(config, args, request, linears, self.scheduler, step),
             on_adopt=self._on_adopt,
         )
         return self._controller

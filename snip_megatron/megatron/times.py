@@ -21,6 +21,7 @@ from snip_megatron.layers.context import LinearState
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.spans import Spans
 from snip_megatron.megatron import compat
+from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.startup import say
 from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.numerics.products.backend import GemmBackend
@@ -29,12 +30,14 @@ from snip_megatron.planner.models import Model
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, LinearRow
 from snip_megatron.precision.errors import SnipError
+from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.account import LATEST
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import TIMINGS
 from snip_megatron.runtime.state import Timeline
 from snip_megatron.runtime.storage import write_atomically
-from snip_megatron.sensitivity.request import STANDING_WEIGHTS, carried_weights
+from snip_megatron.sensitivity.policies import late_plan
+from snip_megatron.sensitivity.request import STANDING_WEIGHTS, SolveRequest, carried_weights
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.calibration import calibrate, device_name, run_once, shapes_workload
 from snip_megatron.timing.cost_model import CostModel, load_cost_model
@@ -267,16 +270,21 @@ _SAMPLES = 1000  # of the learning rate over a run
 def timeline_of(
     config: SnipConfig,
     args: argparse.Namespace,
+    request: SolveRequest,
+    linears: ModelLinears,
     scheduler: Any,
     step: int,
 ) -> Timeline | None:
     """Return the timeline. Returns None if Megatron does not know where training ends.
 
-    ``scheduler`` is that of the learning rate, and ``step`` the next training step, counted from 0.
+    ``scheduler`` is that of the learning rate, and ``step`` the next training step, counted from 0. Raises SnipError if
+    the end is unknown and the policy has a fixed plan.
     """
     last = int(args.train_iters or 0)
     schedule = config.phases
     if last <= 0:
+        if config.late:
+            raise SnipError(f"--snip-policy {config.policy} needs an end of training: give --train-iters")
         if schedule is not None:
             say(
                 f"--snip-schedule {config.schedule}: the end of training is unknown without --train-iters: every update"
@@ -290,8 +298,12 @@ def timeline_of(
         rates = relative_rates(learning_rate, origin, until)
         return carried_weights(origin, begins, until, rates)
 
+    def fixed(origin: int, last: int, step: int, spent: float) -> PrecisionPlan:
+        unquantised = sum(linears.uncovered_flops.values())
+        return late_plan(request, linears.flops, origin, last, unquantised, step=step, spent=spent)
+
     standing, timed = STANDING_WEIGHTS[config.deployed], config.budget.kind == "speedup"
-    return Timeline(last, schedule, carried, standing=standing, timed=timed)
+    return Timeline(last, schedule, fixed if config.late else None, carried, standing=standing, timed=timed)
 
 
 def relative_rates(learning_rate: Callable[[int], float], origin: int, last: int) -> tuple[float, ...]:

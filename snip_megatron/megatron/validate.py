@@ -19,7 +19,7 @@ from snip_megatron.precision.linears import matching_options, no_match_hint
 from snip_megatron.precision.phases import Schedule
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import replayed_maps, step_path
-from snip_megatron.sensitivity.policies import fixed_map, needs_forward_noise
+from snip_megatron.sensitivity.policies import fixed_map, late_shares, needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest
 
@@ -258,6 +258,8 @@ def _check_fixed_map(config: SnipConfig, args: argparse.Namespace, linears: Mode
             load_map(str(step_path(Path(config.replay), "maps", step)), names, argument="--snip-replay")
     else:
         fixed_map(config.policy, names, pins(config, args), config.formats)
+    if config.late:
+        late_shares(solve_request(config, args, linears), linears.flops, sum(linears.uncovered_flops.values()))
 
 
 def _check_globs(schedule: Schedule, names: list[str]) -> None:

@@ -204,7 +204,7 @@ class WarmUp:
         yield handle.formats
         for replayed in self._replayed:
             yield replayed.formats_of(handle.name)
-        if not self.config.updates:
+        if not self.config.updates and not self.config.late:
             return
         candidates, pinned = [Format(name) for name in self.config.formats], self._pinned
         fprop, dgrad, wgrad = (

@@ -328,10 +328,9 @@ def _configuration(options: Mapping[str, Any], steps: int | None) -> SnipConfig:
     if config.budget.timed and config.updates:
         default = "" if "budget" in options else f", the default on {torch.cuda.get_device_name()}"
         raise SnipError(f"budget={config.budget}{default}: a plain loop knows no times, and takes budget='fp4=SHARE'")
-    if config.phases is not None:
-        raise SnipError(
-            f"schedule={config.schedule!r} is not supported in a plain loop, whose end is unknown; use Megatron's entry"
-        )
+    if config.late or config.phases is not None:
+        option = f"policy={config.policy!r}" if config.late else f"schedule={config.schedule!r}"
+        raise SnipError(f"{option} is not supported in a plain loop, whose end is unknown; use Megatron's entry")
     if config.updates and (line := dominated(config.budget, config.formats, native, times=False)):
         print(f"snip: {line.removeprefix('--snip-')}", flush=True)
     return config

@@ -17,7 +17,7 @@ from snip_megatron.planner.step_time import Links, StepTime
 from snip_megatron.precision import PrecisionMap, Role
 from snip_megatron.precision.errors import cut
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.sensitivity.policies import FIXED, needs_forward_noise
+from snip_megatron.sensitivity.policies import UNSOLVED, needs_forward_noise
 from snip_megatron.sensitivity.probe_memory import OUTPUT_TOKENS
 from snip_megatron.sensitivity.table import SinkRow, array_shapes
 from snip_megatron.timing.cost_model import LinearShape
@@ -68,7 +68,7 @@ def _fixed_map(config: SnipConfig) -> str:
     if config.updates:
         return ""
     sources = {"map": config.map, "replay": config.replay}
-    sources["policy"] = config.policy if config.policy in FIXED else None
+    sources["policy"] = config.policy if config.policy in UNSOLVED else None
     source = next((f"{name} {cut(value)}" for name, value in sources.items() if value is not None), None)
     return "no updates: SNIP quantises no linear" if source is None else f"{source}: its map is fixed"
 

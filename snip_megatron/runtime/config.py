@@ -26,7 +26,7 @@ from snip_megatron.runtime.options import (
     parse_tolerance,
     setting,
 )
-from snip_megatron.sensitivity.policies import ESTIMATORS, FIXED, POLICIES, Q_RULES, in_nats
+from snip_megatron.sensitivity.policies import ESTIMATORS, LATE, POLICIES, Q_RULES, UNSOLVED, in_nats
 from snip_megatron.sensitivity.request import BACKWARD_SHARE, STANDING_SHARE, SolveRequest
 
 GRADIENT_REDUCTION = ("fp32", "fp8")
@@ -243,9 +243,14 @@ class SnipConfig:
         return self.deploy or ("bf16" if self.eval == "bf16" else "map")
 
     @property
+    def late(self) -> bool:
+        """Whether the policy fixes a plan of two maps at the start of the run."""
+        return self.policy in LATE and self.map is None and self.replay is None
+
+    @property
     def updates(self) -> bool:
         """Whether the run computes maps itself, rather than using fixed or replayed ones."""
-        return self.update_interval > 0 and self.map is None and self.replay is None and self.policy not in FIXED
+        return self.update_interval > 0 and self.map is None and self.replay is None and self.policy not in UNSOLVED
 
     def is_update_step(self, step: int) -> bool:
         """Return whether an update starts before the 0-based ``step``."""
@@ -364,6 +369,11 @@ def _conflicts(config: SnipConfig) -> Iterator[str]:
         yield (
             "--snip-q paper cannot be combined with --snip-estimator fisher, which measures no weight divergence; use"
             " --snip-estimator noise"
+        )
+    if config.policy in LATE and budget.timed:
+        yield (
+            f"--snip-policy {config.policy} cannot be combined with {named}: its switch follows from an average share"
+            " of FLOPs; use fp4="
         )
     if config.phases is None and config.deploy is not None:
         yield (

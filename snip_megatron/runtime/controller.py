@@ -241,7 +241,7 @@ class Controller:
             self._event(step, "compile", **figures, wait_s=_since(started))
 
     def _begin_plan(self, step: int) -> None:
-        """Restore the plan of the run and what it has spent."""
+        """Restore the plan of the run and what it has spent, or make the plan of a policy without statistics."""
         moved = self._schedule.begin(step)
         if moved is not None:
             self._event(step, "plan_moved", **moved)
@@ -251,6 +251,9 @@ class Controller:
             )
             if self.state.plan is not None:
                 self._event(step, "plan", **self._schedule.figures(step))
+        fixed = self._schedule.fixed_plan(step)
+        if fixed is not None:
+            self._take_plan(step, self._channel.agree(fixed))
 
     def _compare_goal(self, step: int) -> None:
         """Compare the goal of this run with the checkpoint's. If they differ, say how long the old maps stay.

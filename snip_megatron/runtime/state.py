@@ -176,6 +176,8 @@ class Timeline:
     Attributes:
         last: The step before which training ends.
         schedule: The phases, which may have different maps. None if maps do not depend on time.
+        fixed: Returns the plan of a policy without statistics from (first step of the run, ``last``, first step of the
+            plan, sum of the fp4 shares of the steps before it). None for other policies.
         carried: Returns the weights of the carried losses from (first step of the run, first steps of its remaining
             phases, ``last``).
         standing: Weight of the standing loss in the last phase (``sensitivity.request``).
@@ -184,6 +186,7 @@ class Timeline:
 
     last: int
     schedule: Schedule | None = None
+    fixed: Callable[[int, int, int, float], PrecisionPlan] | None = None
     carried: Callable[[int, Sequence[int], int], Sequence[float]] = even_weights
     standing: float = 1.0
     timed: bool = False
@@ -233,16 +236,39 @@ class ScheduleState:
             state.spent = BudgetSpent(step)
             state.plan = None
         before, state.spent.last = state.spent.last, None if timeline is None else timeline.last
+        if state.plan is not None and self._is_of_another_policy(state.plan, step):
+            state.plan = None
         if state.pending is not None and not self.has_phases:
             state.pending.phases = None  # the checkpoint is of a run with phases, and this one has none
-        if timeline is None or timeline.schedule is None:
+        if timeline is None or (timeline.schedule is None and timeline.fixed is None):
             state.plan = None
             return None
         if before is None or before == timeline.last or step >= timeline.last:
             return None
         if state.plan is not None:
-            state.plan = state.plan.moved(self.spent.origin, timeline.last, step)
+            state.plan = self._fixed_from(step) or state.plan.moved(self.spent.origin, timeline.last, step)
         return {"last_before": before, "last": timeline.last}
+
+    def fixed_plan(self, step: int) -> PrecisionPlan | None:
+        """Return the plan of a policy without statistics from ``step`` on.
+
+        It is None if the run has another policy, or a plan. What has been spent before counts towards its average.
+        """
+        return None if self._state.plan is not None else self._fixed_from(step)
+
+    def _fixed_from(self, step: int) -> PrecisionPlan | None:
+        timeline = self._timeline
+        if timeline is None or timeline.fixed is None or step >= timeline.last:
+            return None
+        return timeline.fixed(self.spent.origin, timeline.last, step, self.spent.shares)
+
+    def _is_of_another_policy(self, plan: PrecisionPlan, step: int) -> bool:
+        """Return whether a restored plan does not belong to this run's policy, whose plans have the same two maps."""
+        expected = self._fixed_from(step)
+        if expected is None:
+            return False
+        maps = {frozenset(phase.precision_map.choices.items()) for each in (expected, plan) for phase in each.phases}
+        return (expected.target, expected.status) != (plan.target, plan.status) or len(maps) > 2
 
     def set_plan(self, plan: PrecisionPlan, step: int) -> None:
         """Set the plan for the steps from ``step`` on. A plan for another end of the run is moved first."""

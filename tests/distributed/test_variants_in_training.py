@@ -36,6 +36,19 @@ def run(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(warm, tmp, "run", *SNIP, "--save", str(tmp / "saved"), "--save-interval", str(SAVED))
 
 
+def test_nvidia_s_recipe_is_trained_with(warm: WarmRanks, tmp_path: Path) -> None:
+    run = train(warm, tmp_path, "run", "--snip", "--snip-policy", "nvidia", "--snip-formats", "mxfp8,mxfp4")
+    (used,) = read_maps(run).values()
+    assert not [e for e in read_events(run) if e["event"] == "probe"]
+    first = {
+        (key.rpartition(":")[2], fmt.value) for key, fmt in used.choices.items() if key.startswith("decoder.layers.0.")
+    }
+    last = {fmt.value for key, fmt in used.choices.items() if key.startswith("decoder.layers.3.")}
+    assert first == {("fprop", "mxfp4"), ("dgrad", "mxfp4"), ("wgrad", "mxfp4_hadamard")}
+    assert last == {"bf16"}
+    assert np.isfinite([figure["loss"] for figure in read_metrics(run)]).all()
+
+
 def test_the_program_takes_variants_and_training_runs_under_them(run: Path) -> None:
     assert [e["step"] for e in read_events(run) if e["event"] == "adopt"] == [2]
     (chosen,) = read_maps(run).values()

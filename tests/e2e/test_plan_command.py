@@ -112,7 +112,7 @@ def test_a_plan_is_made_without_torch() -> None:
         (("--model", "8b", "--pp", "x"), "argument --pp: 'x' is not a whole number from 1 to 100000000000"),
         (("--model", "8b", "--budget", "fast"), "--budget fast: expected fp4=SHARE"),
         (("--model", "8b", "--json", "/nowhere/p.json"), "--json /nowhere/p.json: there is no folder /nowhere"),
-        (("--model", "8b", "--policy", "best"), "--policy best: unknown; choose one of snip, backward-first, "),
+        (("--model", "8b", "--policy", "best"), "--policy best: unknown; choose one of snip, min-abs-err, "),
         (
             ("--model", "8b", "--node-bandwidth", "-1"),
             "argument --node-bandwidth: '-1' is not a bandwidth from 1e-6 to",

@@ -216,6 +216,7 @@ def test_formats_of_a_configuration(tmp_path: Path) -> None:
         SnipConfig(policy="uniform-fp4"): {Format.FP4},
         SnipConfig(policy="uniform-fp4", formats=("mxfp8", "nvfp4"), pin=("*.linear_fc1=bf16",)): {NVFP4, BF16},
         SnipConfig(policy="bf16"): {BF16},
+        SnipConfig(policy="nvidia"): {NVFP4, Format.NVFP4_HADAMARD, BF16},
     }
     for config, formats in expected.items():
         assert formats_in_use(config) == formats

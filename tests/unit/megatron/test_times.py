@@ -31,6 +31,7 @@ from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearRow, Precision
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import TIMINGS
+from snip_megatron.sensitivity import SolveRequest
 from snip_megatron.timing.cost_model import LinearShape, load_cost_model
 from snip_megatron.timing.measure import Call
 from snip_megatron.timing.table import STOCK, TimingTable
@@ -348,7 +349,7 @@ def test_rates_are_relative_to_the_largest_and_cover_the_run_evenly() -> None:
 
 
 def test_the_carried_weights_of_a_run_follow_its_learning_rates() -> None:
-    timeline = timeline_of(config(schedule="auto"), arguments(), scheduler(), 0)
+    timeline = timeline_of(config(schedule="auto"), arguments(), SolveRequest(), LINEARS, scheduler(), 0)
     weights = timeline.carried(0, (0, 25, 38, 45), STEPS)
     assert sum(weights) == pytest.approx(1.0)
     assert weights[3] < 0.01 < 0.5 < weights[0]  # the rate has fallen by then
@@ -357,11 +358,13 @@ def test_the_carried_weights_of_a_run_follow_its_learning_rates() -> None:
 
 
 def test_without_a_known_end_the_map_is_static_and_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert timeline_of(config(schedule="auto"), arguments(train_iters=None), None, 0) is None
+    assert timeline_of(config(schedule="auto"), arguments(train_iters=None), SolveRequest(), LINEARS, None, 0) is None
     line = capsys.readouterr().out
     assert line.startswith(
         "snip: --snip-schedule auto: the end of training is unknown without --train-iters: every update"
     )
     assert line.endswith("give --train-iters for phases\n")
-    assert timeline_of(config(), arguments(train_iters=None), None, 0) is None
+    assert timeline_of(config(), arguments(train_iters=None), SolveRequest(), LINEARS, None, 0) is None
     assert capsys.readouterr().out == ""
+    with pytest.raises(SnipError, match="--snip-policy late-all needs an end of training: give --train-iters"):
+        timeline_of(config(policy="late-all"), arguments(train_iters=None), SolveRequest(), LINEARS, None, 0)

@@ -266,6 +266,12 @@ def test_globs_of_a_schedule_are_checked_before_training(tmp_path: Path) -> None
     assert message.startswith("--snip-schedule: phases[1].change: *:forward matches no option")
 
 
+def test_an_average_that_a_late_policy_cannot_reach_is_refused_before_training() -> None:
+    check(config(policy="late-forward", budget="fp4=0.9"), arguments())
+    message = refused(config(policy="late-forward", budget="fp4=0.9", pin=("*:wgrad=fp8",)), arguments())
+    assert message.startswith("--snip-policy late-forward reaches an average fp4 share of 0.6666 at most")
+
+
 # A value that conflicts, where it is not True.
 VALUES: dict[str, Any] = {
     "gtp_weight_remat_size": 2,

@@ -359,6 +359,7 @@ def _shared() -> nn.Module:
         (example.Model(), {"probe_microbatches": 5}, "probe_microbatches= has no effect in a plain loop"),
         (example.Model(), {"stage_tolerance": "none"}, "stage_tolerance= has no effect in a plain loop"),
         (example.Model(), {"schedule": "auto"}, "schedule='auto' is not supported in a plain loop"),
+        (example.Model(), {"policy": "late-all"}, "policy='late-all' is not supported in a plain loop"),
     ],
 )
 def test_what_cannot_work_is_one_line(model: nn.Module, options: dict[str, Any], message: str) -> None:

@@ -62,4 +62,4 @@ def test_a_run_without_scores_is_refused(tmp_path):
 
 def test_units():
     assert unit_of("snip", "split") == "nats of training loss"
-    assert unit_of("backward-first", "split") == "scores of the policy backward-first"
+    assert unit_of("layer-type", "split") == "scores of the policy layer-type"

@@ -132,7 +132,7 @@ def test_nothing_given_is_the_default_and_disabled() -> None:
         ("--snip-formats fp8,fp8_tensor", "hopper", ("loss=0.002", "fp8,fp8_tensor", "auto")),
         ("--snip-formats fp8,fp4", "hopper", ("fp4=0.75", "fp8,fp4", "static")),  # to study FP4
         ("--snip-formats mxfp8,nvfp4", "hopper", ("fp4=0.75", "mxfp8,nvfp4", "static")),  # emulated there
-        ("--snip-policy backward-first", "hopper", ("fp4=0.75", "fp8,fp4", "static")),  # no scores in nats
+        ("--snip-policy random", "hopper", ("fp4=0.75", "fp8,fp4", "static")),  # no scores in nats
         ("--snip-budget speedup=1.2", "hopper", ("speedup=1.2", "bf16,fp8,fp8_tensor", "static")),
         ("--snip-budget fp4=0.5", "blackwell", ("fp4=0.5", "mxfp8,nvfp4", "static")),
         ("--snip-budget loss=0.01 --snip-timings flops", "hopper", ("loss=0.01", "bf16,fp8,fp4", "static")),
@@ -237,7 +237,7 @@ BAD = [
     ("--snip-formats bf16,fp4", "--snip-formats bf16,fp4", "under fp4=", "pin GEMMs"),
     ("--snip-formats bf16 --snip-budget speedup=1", "--snip-formats bf16", "nothing to choose"),
     ("--snip-timings t.json", "--snip-timings t.json", "--snip-budget fp4=0.75"),
-    ("--snip-budget loss=0.1 --snip-policy backward-first", "--snip-budget loss=0.1", "--snip-policy backward-first"),
+    ("--snip-budget loss=0.1 --snip-policy random", "--snip-budget loss=0.1", "--snip-policy random"),
     ("--snip-budget loss=0.1 --snip-q paper --snip-estimator noise", "--snip-budget loss=0.1", "--snip-q paper"),
     ("--snip-wait inf", "--snip-wait inf", "0 or more"),
     ("--snip-policy best", "--snip-policy best", "backward-first"),
@@ -267,6 +267,7 @@ BAD = [
     ("--snip-schedule auto --snip-policy bf16", "--snip-policy bf16 cannot be combined with --snip-schedule auto"),
     ("--snip-schedule auto --snip-update-interval 0", "--snip-update-interval 0 cannot be combined with --snip-s"),
     ("--snip-schedule auto --snip-granularity layer", "--snip-granularity layer cannot be combined with --snip-s"),
+    ("--snip-policy late-all --snip-budget loss=1", "--snip-policy late-all cannot be combined with --snip-budget"),
 ]
 
 
@@ -286,7 +287,7 @@ def test_arguments_without_the_switch_are_refused(name: str) -> None:
 
 
 # -- derived values --------------------------------------------------------------------------------------------
-POLICIES = ("bf16", "uniform-fp8", "uniform-fp4")
+POLICIES = ("bf16", "uniform-fp8", "uniform-fp4", "late-forward", "late-all")
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ One real rank and real collectives of one; the solver's plans are scripted.
 from typing import Any
 
 import pytest
-from scripted_controller import LATE, Run, Script, planned, ready
+from scripted_controller import FLOPS, LATE, Run, Script, planned, ready
 
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.phases import Schedule, SchedulePhase
+from snip_megatron.precision.phases import PrecisionPlan, Schedule, SchedulePhase
 from snip_megatron.runtime.state import BudgetSpent, ControllerState, Timeline
+from snip_megatron.sensitivity import SolveRequest
+from snip_megatron.sensitivity.policies import late_plan
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -141,6 +143,41 @@ def test_a_pending_plan_becomes_a_map_in_a_run_without_phases() -> None:
     assert script.phases == [None]
     assert (rest.formats[4], rest.formats[11]) == (FP4, FP4)
     assert rest.controller.state.plan is None
+
+
+# -- plans without statistics --------------------------------------------------------------------------------------
+def late(policy: str, target: float) -> Timeline:
+    request = SolveRequest(policy=policy, budget=Budget("fp4", target))
+
+    def fixed(origin: int, last: int, step: int, spent: float) -> PrecisionPlan:
+        return late_plan(request, FLOPS, origin, last, step=step, spent=spent)
+
+    return Timeline(20, fixed=fixed)
+
+
+def test_a_late_policy_resumes_its_plan_and_moves_it_with_the_end() -> None:
+    part = Run(Script(), timeline=late("late-all", 0.9), policy="late-all", budget="fp4=0.9")
+    part.steps(0, 5)
+    state = restored_from(part)
+    rest = Run(Script(), state, timeline=late("late-all", 0.9), policy="late-all", budget="fp4=0.9")
+    rest.steps(5, 20)
+    assert rest.script.of("plan") == []
+    assert [rest.formats[s] for s in (5, 17, 18)] == [FP4, FP4, FP8]
+    longer = Timeline(40, fixed=late("late-all", 0.9).fixed)
+    moved = Run(Script(), restored_from(part), timeline=longer, policy="late-all", budget="fp4=0.9")
+    moved.steps(5, 40)
+    assert [moved.formats[s] for s in (35, 36)] == [FP4, FP8]
+
+
+def test_a_late_policy_after_another_plan_makes_its_own() -> None:
+    """A checkpoint of a run under another budget or policy: its steps count, its plan does not."""
+    part = Run(Script(), timeline=late("late-all", 0.6), policy="late-all", budget="fp4=0.6")
+    part.steps(0, 14)
+    assert [part.formats[s] for s in (11, 12)] == [FP4, FP8]
+    rest = Run(Script(), restored_from(part), timeline=late("late-all", 0.8), policy="late-all", budget="fp4=0.8")
+    rest.steps(14, 20)
+    assert rest.script.of("plan") == [14]
+    assert [rest.formats[s] for s in (14, 17, 18, 19)] == [FP4, FP4, FP8, FP8]  # 12 and 4 of 20 in fp4
 
 
 # -- the account ---------------------------------------------------------------------------------------------------
