@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from snip_megatron.layers.context import LinearHandle, Override
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.precision import ALL_BF16, Format, PrecisionMap
+from snip_megatron.precision import ALL_BF16, Format, Formats, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import Transaction
 from snip_megatron.runtime.host import Host, HostStep, Unmeasured
@@ -142,7 +142,7 @@ def measure_rises(
     Returns the rise of each map, or why there is none: the loss leaves out all tokens, or is not finite at one.
 
     Maps with the same formats of fprop share one forward. Linears multiply as in probes: outside of CUDA graphs, with
-    weights that are quantised for fprop alone and dropped afterwards.
+    quantised weights that are dropped afterwards.
 
     Raises UpdateDroppedError on all ranks if a forward fails on a rank.
     """
@@ -150,12 +150,12 @@ def measure_rises(
     sums = torch.zeros(1 + 2 * len(maps), dtype=torch.float64, device=host.device)
     counts = host.groups.tp_rank == 0  # the ranks of a tensor parallel group have the same losses
 
-    def forward(formats: Sequence[Format]) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Return the losses of this rank with these formats of fprop. None if it has failed."""
-        overrides = {name: Override((fmt, *ALL_BF16[1:])) for name, fmt in zip(registry.names, formats, strict=True)}
+    def forward(formats: dict[str, Formats]) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Return the losses of this rank. None if it has failed."""
+        overrides, plain = {name: Override(of_gemms) for name, of_gemms in formats.items()}, Override()
 
         def override(handle: LinearHandle) -> Override:
-            return overrides[handle.name]
+            return overrides.get(handle.name, plain)
 
         def prepare() -> None:
             registry.start_step(step.step)  # frees the weights of the forward before
@@ -176,16 +176,16 @@ def measure_rises(
                 sums[1 + 2 * index] += (weight * rise).sum()
                 sums[2 + 2 * index] += (weight * rise.square()).sum()
 
-    bf16 = tuple(Format.BF16 for _ in registry.names)
-    fprops = [bf16, *(tuple(each.formats_of(name)[0] for name in registry.names) for each in maps)]
+    formats: list[dict[str, Formats]] = [{}, *({n: each.formats_of(n) for n in registry.names} for each in maps)]
+    fprops = [tuple(each.get(name, ALL_BF16)[0] for name in registry.names) for each in formats]
     forwards: dict[tuple[Format, ...], list[tuple[torch.Tensor, torch.Tensor]] | None] = {}
     with ExitStack() as stack:
         stack.enter_context(step.undisturbed())
         stack.callback(registry.start_step, step.step)
         stack.callback(setattr, context, "override", None)
-        for of_map in fprops:
+        for of_map, of_linears in zip(fprops, formats, strict=True):
             if of_map not in forwards:
-                forwards[of_map] = forward(of_map)
+                forwards[of_map] = forward(of_linears)
         update.together("rise", add)
     if dist.is_initialized():
         dist.all_reduce(sums)
