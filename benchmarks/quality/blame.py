@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -217,7 +217,7 @@ def _be_rank(arguments: list[str], environment: Mapping[str, str], log: Path, ca
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)
         os.environ |= environment
-        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "" and case is not None:
             torch.set_num_threads(1)  # the cases share the cores
         sys.argv = ["pretrain_gpt", *arguments]
         from snip_megatron import pretrain_gpt
@@ -448,35 +448,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module(module)
     for model in {"mixture" if case.layout == "experts" else options.model for case in cases}:
         bench.checkpoint(model)
-    lines = run_all(bench, cases, options.jobs, started + options.time_limit)
-    result = header(options.commit) | {"device": _device_name(device), "model": options.model, "seed": options.seed}
-    result |= {**summary(lines), "left_out": len(cases) - len(lines), "cases": lines}
-    write(options.out, result)
+    with multiprocessing.get_context("fork").Pool(1) as pool:  # this process, which forks ranks, cannot use CUDA
+        origin = pool.apply(_origin, (options.commit, device))
+    result = origin = origin | {"model": options.model, "seed": options.seed}
+    lines: list[dict[str, Any]] = []
+    for line in run_all(bench, cases, options.jobs, started + options.time_limit):
+        lines.append(line)
+        print(json.dumps(line), flush=True)
+        lines.sort(key=lambda line: (line["verdict"], line["name"]))
+        result = origin | {**summary(lines), "left_out": len(cases) - len(lines), "cases": lines}
+        write(options.out, result)
     print(json.dumps({name: value for name, value in result.items() if name != "cases"}, indent=1))
     return 0
 
 
-def run_all(bench: Bench, cases: Sequence[Case], jobs: int, deadline: float) -> list[dict[str, Any]]:
-    """Run the cases, ``jobs`` at a time, until the deadline. Prints a line for each."""
+def run_all(bench: Bench, cases: Sequence[Case], jobs: int, deadline: float) -> Iterator[dict[str, Any]]:
+    """Run the cases, ``jobs`` at a time, until the deadline. Yields a line for each."""
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
     def run(case: Case) -> dict[str, Any] | None:
         return None if time.monotonic() > deadline else bench.blame(case)
 
-    lines = []
     with ThreadPoolExecutor(jobs) as pool:
         for done in as_completed([pool.submit(run, case) for case in cases]):
             line = done.result()
             if line is not None:
-                lines.append(line)
-                print(json.dumps(line), flush=True)
-    return sorted(lines, key=lambda line: (line["verdict"], line["name"]))
+                yield line
 
 
-def _device_name(device: str) -> str:
-    if device == "cpu":
-        return "cpu"
-    return torch.cuda.get_device_name()
+def _origin(commit: str | None, device: str) -> dict[str, Any]:
+    return header(commit) | {"device": "cpu" if device == "cpu" else torch.cuda.get_device_name()}
 
 
 if __name__ == "__main__":
