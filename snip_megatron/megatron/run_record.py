@@ -1,7 +1,10 @@
 """Opens the run directory of a Megatron run."""
 
 import argparse
+import os
+import shlex
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
@@ -70,6 +73,7 @@ def open_run_directory(
         "torch": torch.__version__,
         "megatron_core": metadata.version("megatron-core"),
         "host": socket.gethostname(),
+        "command": _command(args),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "gemm_backend": backend,
         "batch_size_ramps": compat.batch_size_ramp(args) is not None,
@@ -92,6 +96,15 @@ def open_run_directory(
     }
     resume = step if args.load or step > 0 else None
     return RunDirectory(path, identity, overwrite=config.overwrite, resume_step=resume, facts=facts)
+
+
+def _command(args: argparse.Namespace) -> str:
+    """Return the command of this job, which loads its own checkpoints."""
+    ranks, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    hosts = "--standalone" if ranks == local else f"--nnodes {ranks // local} <rendezvous>"
+    words = [word for word in sys.orig_argv[1:] if word != "-u"]
+    checkpoints = args.save or args.load or "<checkpoints: this job saves none>"
+    return f"torchrun {hosts} --nproc-per-node {local} {shlex.join(words)} --load {checkpoints}"
 
 
 def _lengthwise_default(args: argparse.Namespace) -> dict[str, Any]:

@@ -381,10 +381,9 @@ class Controller:
             return
         started = time.perf_counter()
         failed = self._registry.current
-        self._say(
-            f"step {alarm.step}: {alarm.reason}: to find out what is to blame, give the job's command --load of a"
-            f" checkpoint before it and --snip-blame {alarm.step + 1}{self._map_argument()}"
-        )
+        if self._coordinator is not None:
+            command = self._coordinator.blame_command(alarm.step + 1)
+            self._say(f"step {alarm.step}: {alarm.reason}: to find out what is to blame, run {command}")
         if diagnose is not None:
             self._event(step, "blame", alarm_step=alarm.step, version=failed.version, **diagnose(alarm, failed),
                         wait_s=_since(started))  # fmt: skip
@@ -396,11 +395,6 @@ class Controller:
         figures = {"back_to": good.version, "alarm_step": alarm.step, "loss": alarm.loss, "limit": alarm.limit}
         self._record_guard(step, "taken_back", failed.version, alarm.reason, **figures)
         self._adopt(step, good, started)
-
-    def _map_argument(self) -> str:
-        """Return the argument that names the file of the map in force, on rank 0. Empty if there is none."""
-        path = None if self._coordinator is None else self._coordinator.map_file()
-        return "" if path is None else f" --snip-map {path}"
 
     def _record_guard(self, step: int, action: str, version: int, reason: str, **fields: Any) -> None:
         """Record what the guard did with a map. Rank 0 prints it."""

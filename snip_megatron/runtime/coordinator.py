@@ -16,7 +16,7 @@ from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.runtime.account import Account, is_quantised
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import StepFigures
-from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics, replayed_maps
+from snip_megatron.runtime.run_data import blame_command, read_events, read_maps, read_metrics, replayed_maps
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.runtime.sidecar import SidecarClient
 from snip_megatron.runtime.solving import Candidate, SidecarResult, SolveJob, SolverInProcess
@@ -290,13 +290,12 @@ class RankZeroCoordinator:
         if self._run is not None:
             self._run.write("maps", step, precision_map.to_json())
 
-    def map_file(self) -> Path | None:
-        """Return the file of the map in force. None without a run directory or a map."""
-        return (
-            None
-            if self._run is None or self._adopted_at is None
-            else self._run.path / "maps" / f"step_{self._adopted_at}.json"
-        )
+    def blame_command(self, iteration: int) -> str:
+        """Return the command that finds out what is to blame for an iteration under the map in force."""
+        if self._run is None:
+            return blame_command({}, iteration, Path("<the map in force>"))
+        map_file = self._run.path / "maps" / f"step_{self._adopted_at}.json"
+        return blame_command(self._run.facts, iteration, None if self._adopted_at is None else map_file)
 
     def close(self) -> None:
         """End the solver, close the run directory and call ``finished``."""

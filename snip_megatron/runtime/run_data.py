@@ -99,6 +99,12 @@ def read_config(run: Path | str) -> dict[str, Any]:
     return body if isinstance(body.get("facts"), dict) else body | {"facts": {}}
 
 
+def blame_command(facts: Mapping[str, Any], iteration: int, map_file: Path | None) -> str:
+    """Return the command that finds out what is to blame for an iteration of a run, under the map of a file."""
+    command = facts.get("command") or "<the job's command> --load <its checkpoints>"
+    return f"{command}{'' if map_file is None else f' --snip-map {map_file}'} --snip-blame {iteration}"
+
+
 def read_events(run: Path | str, *, skipped: list[str] | None = None) -> list[dict[str, Any]]:
     """Return the events in the order in which they were written. See :func:`read_lines`."""
     records = read_lines(Path(run) / EVENTS, skipped=skipped)

@@ -108,6 +108,12 @@ class RunDirectory:
             self.event(resume_step, "resume", **fields)
             self.writer.flush()  # the account of earlier steps is read before the first one
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Values that may differ between restarts."""
+        facts: Mapping[str, Any] = self._body["facts"]
+        return facts
+
     def set_fact(self, name: str, value: Any) -> None:
         """Replace one of the ``facts``, which became known later."""
         self._body["facts"] = {**self._body["facts"], name: value}

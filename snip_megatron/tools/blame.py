@@ -1,10 +1,10 @@
-"""``snip blame RUN``: prints the verdicts of ``--snip-blame`` in a run directory, or the arguments that ask for one."""
+"""``snip blame RUN``: prints the verdicts of ``--snip-blame`` in a run directory, or the command that asks for one."""
 
 import argparse
 from pathlib import Path
 
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.run_data import read_config, read_events, read_metrics, step_files
+from snip_megatron.runtime.run_data import blame_command, read_config, read_events, read_metrics, step_files
 from snip_megatron.sensitivity.blame import Blame
 
 
@@ -14,20 +14,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the verdicts, or the arguments of one. Returns 0. Raises SnipError if ``RUN`` is no run directory."""
+    """Print the verdicts, or the command of one. Returns 0. Raises SnipError if ``RUN`` is no run directory."""
     path: Path = args.run
     files = [file for file in path.glob("blame_*.json") if file.stem.removeprefix("blame_").isdigit()]
     verdicts = sorted(files, key=lambda file: (len(file.name), file.name))
     for file in verdicts:
         print(Blame.load(file).text(), f"  {file}", sep="\n")
     if not verdicts:
-        print(f"<the job's own command, with --load of its checkpoints> {_arguments(path)}")
+        print(_command(path))
     return 0
 
 
-def _arguments(path: Path) -> str:
-    """Return the arguments that blame the iteration at which a run went wrong."""
-    read_config(path)
+def _command(path: Path) -> str:
+    """Return the command that finds out what is to blame for the iteration at which a run went wrong."""
+    facts = read_config(path)["facts"]
     metrics, alarms = (
         list(read_metrics(path)),
         [e for e in read_events(path) if e["event"] == "guard" and "alarm_step" in e],
@@ -37,5 +37,4 @@ def _arguments(path: Path) -> str:
     if not steps:
         raise SnipError(f"{path}: the run has trained no step")
     maps = {step: file for step, file in step_files(path, "maps").items() if step <= steps[0]}
-    in_force = f"--snip-map {maps[max(maps)]} " if maps else ""
-    return f"{in_force}--snip-blame {steps[0] + 1}"
+    return blame_command(facts, steps[0] + 1, maps[max(maps)] if maps else None)

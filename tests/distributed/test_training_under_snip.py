@@ -131,7 +131,7 @@ def test_the_map_is_taken_back_and_the_next_must_promise_more(warm: WarmRanks, t
     assert (verdict.verdict, verdict.microbatches, blamed["of_step"]) == ("not_precision", 1, 18)
     assert verdict.weights is not None
     assert (verdict.weights.step, verdict.weights.digest) == (20, blamed["weights"])
-    assert f"--snip-blame 19 --snip-map {run / 'maps' / 'step_14.json'}" in done.stdout
+    assert f" --snip-map {run / 'maps' / 'step_14.json'} --snip-blame 19\n" in done.stdout
     guards = events(run, "guard")
     assert [(event["step"], event["action"]) for event in guards] == [(20, "taken_back"), (23, "refused")]
     assert guards[0]["alarm_step"] == 18

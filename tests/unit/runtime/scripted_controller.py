@@ -55,8 +55,8 @@ class Script:
     phases: list[PhasedRequest | None] = field(default_factory=list)
     tables: list[StatisticsTable] = field(default_factory=list)
 
-    def map_file(self) -> None:
-        return None
+    def blame_command(self, iteration: int) -> str:
+        return f"torchrun job --snip-blame {iteration}"
 
     def submit(self, step: int, table: StatisticsTable, version: int, phases: PhasedRequest | None = None) -> float:
         assert table.step == step
