@@ -33,7 +33,7 @@ from snip_megatron.sensitivity.blame import (
     PassFigures,
     Weights,
 )
-from snip_megatron.sensitivity.outliers import LIMIT, RATIO
+from snip_megatron.sensitivity.outliers import LIMIT, RATIO, worst_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +129,11 @@ def _blame(passes: Passes, place: Place, state: StateCheck) -> Blame:
     if verdict != ROUNDING:
         return blame
     culprits, trials = find_culprits(passes, suspects, plain, rounded, rise)
+    confirmed = [index for index, culprit in enumerate(culprits) if culprit.confirmed]
+    parts = effects.parts([(culprits[index].linear, culprits[index].gemm) for index in confirmed])
+    for index, errors in zip(confirmed, parts, strict=True):
+        expert, shard = worst_part(errors)
+        culprits[index] = dataclasses.replace(culprits[index], expert=expert, shard=shard)
     return dataclasses.replace(blame, culprits=tuple(culprits), bisection=tuple(trials))
 
 

@@ -243,6 +243,9 @@ class Effect:
 
 COLUMNS = tuple(Effect.__dataclass_fields__)
 
+Part = tuple[int | None, int | None]
+"""The expert and the tensor parallel rank of a part of a GEMM. None where there is one."""
+
 
 class RoundingEffects:
     """Measures what the job's formats do to each GEMM, on the inputs of a bf16 pass. A :class:`Watcher`.
@@ -253,6 +256,7 @@ class RoundingEffects:
     def __init__(self, formats_of: FormatsOf, numerics: ExactBackend, linears: int, device: torch.device) -> None:
         self.formats_of, self._numerics = formats_of, numerics
         self.table = torch.zeros(linears, len(Gemm), len(COLUMNS), dtype=torch.float64, device=device)
+        self._parts: dict[tuple[str, str], dict[Part, Tensor]] = defaultdict(dict)  # [error, signal] of this rank
 
     def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
         """Note nothing: a backward has the inputs of all three GEMMs."""
@@ -281,14 +285,33 @@ class RoundingEffects:
                 row[5] += ((numbers - x).square().sum() / x.square().sum().clamp_min(1e-38)).double()
                 lost = ((numbers == 0) & (x != 0)).sum() / (x != 0).sum().clamp_min(1)
                 row[6] = torch.maximum(row[6], lost.double())
-            if not handle.repeats:
-                self.table[handle.state.position, index] += row
+            if handle.repeats:
+                continue
+            self.table[handle.state.position, index] += row
+            part = handle.expert, None if handle.parallel == "whole" or handle.tp_size == 1 else handle.tp_rank
+            parts = self._parts[handle.name, gemm.value]
+            parts[part] = parts.get(part, 0.0) + row[2:4]
 
     def reduced(self) -> list[list[Effect]]:
         """Return the effects by linear and GEMM, summed over all ranks. Collective."""
         if dist.is_initialized():
             dist.all_reduce(self.table)
         return [[Effect(*row) for row in of_linear] for of_linear in self.table.tolist()]
+
+    def parts(self, keys: Sequence[tuple[str, str]]) -> list[dict[Part, float]]:
+        """Return part → relative squared error of its result, for each linear and GEMM of ``keys``. Collective."""
+        every: list[Any] = [[{part: row.tolist() for part, row in self._parts[key].items()} for key in keys]]
+        if dist.is_initialized():
+            every *= dist.get_world_size()
+            dist.all_gather_object(every, every[0])
+        sums: list[dict[Part, list[float]]] = [defaultdict(lambda: [0.0, 0.0]) for _ in keys]
+        for of_rank in every:
+            for total, of_key in zip(sums, of_rank, strict=True):
+                for part, (error, signal) in of_key.items():
+                    total[part] = [total[part][0] + error, total[part][1] + signal]
+        return [
+            {part: error / signal if signal else 0.0 for part, (error, signal) in of_key.items()} for of_key in sums
+        ]
 
 
 def rank() -> int:

@@ -66,7 +66,8 @@ class Culprit(JsonFields):
     """A GEMM whose rounding does harm, or a suspect. The first one is the culprit.
 
     Attributes:
-        shard: Tensor parallel rank, if one shard alone is to blame.
+        expert, shard: Index of the expert, and tensor parallel rank, that alone are to blame. None if there are no
+            others, if others have the same error, or if the GEMM is not confirmed.
         loss_rise, gradient_error: ``loss_rise`` and ``error`` of :class:`Harm`.
         score: What ranks the suspects.
         share: Share of the harm that disappears if this GEMM alone runs in bf16. None if it was not tried.
@@ -235,6 +236,7 @@ class Blame(JsonFields):
         for culprit in self.culprits[:3]:
             share = "" if culprit.share is None else f", {culprit.share:.0%} of the harm"
             expert = "" if culprit.expert is None else f", expert {culprit.expert}"
+            expert += "" if culprit.shard is None else f", tensor parallel rank {culprit.shard}"
             lines.append(f"  {'culprit' if culprit.confirmed else 'suspect'}: {culprit.linear}:{culprit.gemm}{expert}"
                          f" in {culprit.format}{share}")  # fmt: skip
         if self.remedy is not None:

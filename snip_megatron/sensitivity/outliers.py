@@ -54,6 +54,27 @@ def outliers(
     return harmed
 
 
+def worst_part(errors: Mapping[tuple[int | None, int | None], float]) -> tuple[int | None, int | None]:
+    """Return the expert and the tensor parallel rank that alone have the error of a GEMM. None if others have it too.
+
+    Args:
+        errors: (expert, rank) → relative squared error of that part.
+    """
+    experts = {expert: max(e for (other, _), e in errors.items() if other == expert) for expert, _ in errors}
+    expert = _alone(experts)
+    shards = {rank: e for (other, rank), e in errors.items() if other == expert} if expert is not None else {}
+    shards = shards or {rank: max(e for (_, other), e in errors.items() if other == rank) for _, rank in errors}
+    return expert, _alone(shards)
+
+
+def _alone(errors: Mapping[int | None, float]) -> int | None:
+    """Return the one whose error is above that of every other as an outlier's is. None if there is none."""
+    ranked = sorted(errors, key=lambda part: -errors[part] if errors[part] == errors[part] else -math.inf)
+    if len(ranked) < 2 or not errors[ranked[1]] * RATIO**2 < errors[ranked[0]]:
+        return None
+    return ranked[0]
+
+
 def _peers(errors: Mapping[Key, float], bits: Mapping[Key, int], key: Key) -> list[Key]:
     kind = [other for other in errors if other[1] == key[1] and other != key]
     peers = [other for other in kind if bits[other] == bits[key]]

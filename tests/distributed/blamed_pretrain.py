@@ -52,8 +52,9 @@ def run_cases(
                 stack.enter_context(globals()[case](registry, call.model))
             # An outlier is in the weights, which the optimizer's copies do not follow here.
             state: Any = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
+            checks = [] if case in ("outlier", "part") else [state]
             blame = blame_step(
-                of_case, host, registry, step_of(call), Place(1, None, Path.cwd()), *[state] * (case != "outlier"),
+                of_case, host, registry, step_of(call), Place(1, None, Path.cwd()), *checks,
                 seconds=math.inf if case != "hurried" else 1e-3 if last_rank() else 1e6,
             )  # fmt: skip
         if dist.get_rank() == 0:
@@ -243,6 +244,24 @@ def outlier(registry: LinearRegistry, model: Any) -> Any:
             weight.copy_(before[1])
 
     return planted()
+
+
+@contextmanager
+def part(registry: LinearRegistry, model: Any) -> Changed:
+    """On one rank, one input channel of a shard, or of one expert, is so large that the others vanish in 8 bits."""
+    changed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for path, factor in (("linear_fc1", 2.0**20), ("linear_fc2", 2.0**-20)):
+        handle = next(each for each in registry if ".1.mlp." in each.name and each.name.endswith(path))
+        weight = handle.weight.data
+        changed.append((weight, weight.clone()))
+        channel = weight[len(weight) // 2 + 7] if path == "linear_fc1" else weight[:, 7]
+        if last_rank():
+            channel.mul_(factor)
+    try:
+        yield
+    finally:
+        for weight, before in changed:
+            weight.copy_(before)
 
 
 @contextmanager

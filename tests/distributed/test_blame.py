@@ -25,13 +25,13 @@ def verdicts(warm: WarmRanks, tmp: Path, ranks: int, cases: str, *layout: str) -
 
 
 def test_faults_of_tensor_parallel_ranks(warm: WarmRanks, tmp_path: Path) -> None:
-    cases = "hurried,cut,healthy,narrow,outlier,rows,stale,lost,lost_gradient,raced,late,unequal,again"
+    cases = "hurried,cut,part,healthy,narrow,outlier,rows,stale,lost,lost_gradient,raced,late,unequal,again"
     cases += ",stock_healthy,stock_rows,stock_lost,stock_lost_gradient"
     layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer"]
     found = verdicts(warm, tmp_path, 2, cases, *layout)
     assert {case: each["verdict"] for case, each in found.items()} == {
         **dict.fromkeys(("healthy", "again", "stock_healthy"), "not_precision"),
-        **dict.fromkeys(("narrow", "outlier", "cut"), "rounding"),
+        **dict.fromkeys(("narrow", "outlier", "cut", "part"), "rounding"),
         "hurried": "unfinished",
         **dict.fromkeys(("rows", "stale", "lost", "lost_gradient", "raced", "late", "unequal"), "bug"),
         **dict.fromkeys(("stock_rows", "stock_lost", "stock_lost_gradient"), "bug"),
@@ -40,6 +40,9 @@ def test_faults_of_tensor_parallel_ranks(warm: WarmRanks, tmp_path: Path) -> Non
     for case in ("narrow", "outlier"):
         assert found[case]["culprits"][0]["linear"] == LINEAR
         assert found[case]["culprits"][0]["confirmed"]
+    assert {each["shard"] for each in found["narrow"]["culprits"]} == {None}
+    worst = found["part"]["culprits"][0]
+    assert (worst["linear"], worst["shard"]) == ("decoder.layers.1.mlp.linear_fc2", 1)
     assert found["hurried"]["passes"].keys() == {"kernels"}, "one rank has no time, so that none goes on"
     assert "time of" in found["hurried"]["reason"]
     assert {each["linear"] for each in found["cut"]["culprits"] if each["confirmed"]} <= {LINEAR}
@@ -78,8 +81,10 @@ def test_faults_of_virtual_pipelines(warm: WarmRanks, tmp_path: Path) -> None:
 
 
 def test_rows_of_experts(warm: WarmRanks, tmp_path: Path) -> None:
-    found = verdicts(warm, tmp_path, 2, "healthy,offset", *EXPERTS, "--micro-batch-size", "1")
+    found = verdicts(warm, tmp_path, 2, "healthy,part,offset", *EXPERTS, "--micro-batch-size", "1")
     assert found["healthy"]["verdict"] == "not_precision"
+    worst = found["part"]["culprits"][0]
+    assert (worst["linear"], worst["expert"]) == ("decoder.layers.1.mlp.experts.linear_fc2", 2)
     assert found["offset"]["bug"]["kind"] == "experts"
     assert (found["offset"]["bug"]["linear"], found["offset"]["bug"]["rank"]) == ("decoder.layers.1.mlp.experts", 1)
     assert found["offset"]["bug"]["expert"] == 2

@@ -3,12 +3,13 @@
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity.blame import Blame, Culprit, Fault, Harm, PassFigures, Remedy, Trial, smallest_set
-from snip_megatron.sensitivity.outliers import LIMIT, outliers
+from snip_megatron.sensitivity.outliers import LIMIT, outliers, worst_part
 
 BLAME = Blame(
     37, None, "snip", "3 GEMMs in fp8", "bug", "it is",
@@ -83,6 +84,23 @@ def test_a_gemm_whose_operands_lose_a_bit_is_harmed_though_its_result_hides_it()
     operands = dict.fromkeys(keys, 0.0013)
     assert outliers(errors, bits, operands) == {}
     assert list(outliers(errors, bits, operands | {keys[3]: 0.0045})) == [keys[3]]
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ({(None, None): 0.5}, (None, None)),
+        ({(None, 0): 0.001, (None, 1): 0.5}, (None, 1)),
+        ({(None, 0): 0.4, (None, 1): 0.5}, (None, None)),
+        ({(0, None): 0.001, (1, None): 0.0011, (5, None): math.inf}, (5, None)),
+        ({(2, 1): 0.5, **{(expert, 0): 1e-3 for expert in range(4)}}, (2, 1)),
+        ({(expert, rank): 0.5 if expert == 2 else 1e-3 for expert in range(4) for rank in range(2)}, (2, None)),
+        ({(expert, rank): 0.5 if rank else 1e-3 for expert in range(4) for rank in range(2)}, (None, 1)),
+        ({}, (None, None)),
+    ],
+)  # fmt: skip
+def test_a_part_is_named_if_it_alone_has_the_error(errors: dict[Any, float], expected: tuple[Any, Any]) -> None:
+    assert worst_part(errors) == expected
 
 
 def test_an_error_that_a_format_always_has_is_no_harm() -> None:
