@@ -42,7 +42,7 @@ def test_faults_of_tensor_parallel_ranks(warm: WarmRanks, tmp_path: Path) -> Non
         assert found[case]["culprits"][0]["confirmed"]
     assert {each["shard"] for each in found["narrow"]["culprits"]} == {None}
     worst = found["part"]["culprits"][0]
-    assert (worst["linear"], worst["shard"]) == ("decoder.layers.1.mlp.linear_fc2", 1)
+    assert (worst["linear"], worst["shard"]) == (LINEAR, 1)
     assert found["hurried"]["passes"].keys() == {"kernels"}, "one rank has no time, so that none goes on"
     assert "time of" in found["hurried"]["reason"]
     assert {each["linear"] for each in found["cut"]["culprits"] if each["confirmed"]} <= {LINEAR}
@@ -84,7 +84,7 @@ def test_rows_of_experts(warm: WarmRanks, tmp_path: Path) -> None:
     found = verdicts(warm, tmp_path, 2, "healthy,part,offset", *EXPERTS, "--micro-batch-size", "1")
     assert found["healthy"]["verdict"] == "not_precision"
     worst = found["part"]["culprits"][0]
-    assert (worst["linear"], worst["expert"]) == ("decoder.layers.1.mlp.experts.linear_fc2", 2)
+    assert (worst["linear"], worst["expert"]) == ("decoder.layers.1.mlp.experts.linear_fc1", 2)
     assert found["offset"]["bug"]["kind"] == "experts"
     assert (found["offset"]["bug"]["linear"], found["offset"]["bug"]["rank"]) == ("decoder.layers.1.mlp.experts", 1)
     assert found["offset"]["bug"]["expert"] == 2
