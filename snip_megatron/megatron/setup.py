@@ -362,8 +362,7 @@ class SnipRun:
         linears = self._linears
         request = validate.solve_request(config, args, linears)
         self.graphs.attach(registry, model)
-        weighs_updates = needs_forward_noise(request)
-        self._probes = ProbeRunner(host, registry, config, weighs_updates=weighs_updates)
+        self._probes = ProbeRunner(host, registry, config, weighs_updates=needs_forward_noise(request))
         self._probes.check_optimizer(self._host_step(call))
         self._coordinator = on_rank_zero(lambda: self._make_coordinator(registry, request, step))
         rehearse = None if self._unmeasured is None else self._unmeasured.rehearse
@@ -383,7 +382,7 @@ class SnipRun:
             clip_grad=args.clip_grad,
             restored=restored,
             unquantised=sum(linears.uncovered_flops.values()),
-            kernels=WarmUp(registry, config, request, host, weighs_updates and args.optimizer == "adam", rehearse),
+            kernels=WarmUp(registry, config, request, host, rehearse),
             timeline=timeline_of(config, args, request, linears, self.scheduler, step),
             on_adopt=self._on_adopt,
         )

@@ -33,7 +33,7 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.run_data import replayed_maps
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.sensitivity.update_error import warm_up_recording, warm_up_sinks, warm_up_update_error
+from snip_megatron.sensitivity.update_error import warm_up_recording
 
 if TYPE_CHECKING:
     from snip_megatron.numerics.quantize.kernels.compiler import Compilation
@@ -49,7 +49,6 @@ class WarmUp:
     """The kernels of this rank, as :class:`snip_megatron.runtime.host.Kernels`.
 
     Attributes:
-        drift: Whether updates evaluate AdamW's drift.
         times: Runs once the calls that the first update times. None if this rank times nothing.
     """
 
@@ -57,7 +56,6 @@ class WarmUp:
     config: SnipConfig
     request: SolveRequest
     host: Host
-    drift: bool
     times: Callable[[], None] | None
     _compilation: Compilation | None = None
     _checked: bool = False
@@ -166,19 +164,13 @@ class WarmUp:
     def run_once(self) -> None:
         """Run once, for each kind of linear, all GEMMs and kernels of steps, probes and adoptions on this rank."""
         updates = self.config.updates
-        sharded = self.host.optimizer_sharded and self.host.groups.dp_size > 1
         for handle, formats in self._kinds():
             for tokens in self._tokens(handle):
                 gathered = self.host.sequence_parallel and handle.parallel == "column"
                 linear = warm_up_linear(handle, tokens, whole_x=gathered, graphed=handle.state.graphed is not None)
                 warm_up_gemms(linear, formats)
                 if updates:
-                    recorder = warm_up_recording(linear, self.config.measured_formats, self.config.probe_tokens)
-                    if self.drift:
-                        warm_up_update_error(recorder, sharded=sharded)
-        if updates and self.drift:
-            for weight in {(s.weight.dim(), s.weight.shape[-1]): s.weight for s in self.host.local_sinks}.values():
-                warm_up_sinks(weight, sharded=sharded)
+                    warm_up_recording(linear, self.config.measured_formats, self.config.probe_tokens)
 
     def _tokens(self, handle: LinearHandle) -> list[int]:
         """Return the numbers of rows to run. Those of an expert vary, and kernels differ for multiples of 16."""

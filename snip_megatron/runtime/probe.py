@@ -50,7 +50,7 @@ from snip_megatron.sensitivity.reduction import (
     reduce_loss_effects,
 )
 from snip_megatron.sensitivity.sums import sum_squares
-from snip_megatron.sensitivity.update_error import CachedSignWords, StepScale, linear_update_error, sink_update_error
+from snip_megatron.sensitivity.update_error import StepScale, linear_update_error, sink_update_error
 from snip_megatron.sensitivity.updates import AdamWState
 
 _NOISE_SIZE = 0.03
@@ -333,7 +333,6 @@ class UpdateErrors:
         self._host = host
         self._linears = linears
         self._seed = seed
-        self._words = CachedSignWords()  # four bytes for each row and column of a weight
 
     def collect(
         self,
@@ -411,7 +410,7 @@ class UpdateErrors:
             g2, s2 = g2 * unit, s2 * unit
         seed = derive_seed(self._seed, _SIGNS, handle.index)
         drift2, wdrift2 = linear_update_error(
-            recorder, gradient, state, scale, s2=s2, x2=x2, g2=g2, seed=seed, tokens=tokens, words=self._words
+            recorder, gradient, state, scale, s2=s2, x2=x2, g2=g2, seed=seed, tokens=tokens
         )
         partial.add("drift2", handle.name, drift2)
         partial.add("by_format.wdrift2", handle.name, wdrift2)
@@ -428,7 +427,7 @@ class UpdateErrors:
         """Add the divergence of a parameter beside the linears to ``partial``."""
         seed = derive_seed(self._seed, _SIGNS, self._linears + sink.row)
         w2 = sum_squares(weight.reshape(-1)[state.start : state.end])
-        drift2 = sink_update_error(gradient, state, scale, seed=seed, first_row=sink.first_row, words=self._words)
+        drift2 = sink_update_error(gradient, state, scale, seed=seed, first_row=sink.first_row)
         partial.add("sink_drift2", sink.row, drift2)
         partial.add("sink_w2", sink.row, w2)
 

@@ -3,22 +3,17 @@
 The size of an element's error is a product of a factor of its row and one of its column, or a sum of two such products
 (docs/how-it-works.md, recipe, steps 5 and 6). A single σ for the whole matrix would give elements with v ≈ 0 too large
 an error. Signs are random and belong to the global element, so that every sharding draws the same.
-
-On a GPU a Triton kernel evaluates AdamW: one read of g, m and v serves all errors. Torch is the kernel's reference.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from snip_megatron.layers.warm_up import WarmUpLinear
-from snip_megatron.numerics.quantize.kernels import has_kernels
-from snip_megatron.numerics.quantize.kernels.launch import launch
 from snip_megatron.numerics.quantize.rounding import MASK32, ROW_STEP, derive_seed, mix32
 from snip_megatron.sensitivity import quantization_error
 from snip_megatron.sensitivity.recorder import LinearRecorder, Pass
@@ -26,43 +21,18 @@ from snip_megatron.sensitivity.sums import sum_squares
 from snip_megatron.sensitivity.table import RHO_GRID
 from snip_megatron.sensitivity.updates import AdamWState, gradient_of_a_step
 
-_BLOCK = 2048  # elements of a program
-_MOST_ELEMENTS = 2**31 - 2**16  # the kernel's indices have 32 bits
-LAUNCH: dict[str, int] = {"num_warps": 8, "maxnreg": 80}
+_ELEMENTS = 2**24  # that are evaluated at once, in about ten FP32 tensors of their size
 
 # -- random signs ----------------------------------------------------------------------------------------------
 # A sign is a function of (seed, global row, global column). Each row and each column has a word, the finaliser of
 # MurmurHash3 applied to its id. For an element, two multiplications mix the exclusive or of its two words, and the
-# upper bit is the sign. update_error_programs.py computes the same bits, and repeats the two constants, because device
-# code cannot read those of a module.
+# upper bit is the sign.
 _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32)
-
-Words = Callable[[int, Tensor, Tensor, torch.device], tuple[Tensor, Tensor]]
-"""A function with the arguments and results of :func:`sign_words`."""
-
-
-def sign_words(seed: int, rows: Tensor, cols: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return an int32 word on ``device`` for each row and for each column.
-
-    ``rows`` and ``cols`` are global ids in [0, 2^32), 1-D, in any order.
-    """
-    return _mixed(derive_seed(seed, 0), rows.to(device)), _mixed(derive_seed(seed, 1), cols.to(device))
-
-
-class CachedSignWords(dict[int, tuple[Tensor, Tensor]]):
-    """:func:`sign_words`, computed once for each ``seed``, which belongs to one parameter.
-
-    A rank always holds the same rows and columns of a parameter. Copying their ids to the device waits for all work
-    that runs there.
-    """
-
-    def __call__(self, seed: int, rows: Tensor, cols: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        return self[seed] if seed in self else self.setdefault(seed, sign_words(seed, rows, cols, device))
 
 
 def error_signs(seed: int, rows: Tensor, cols: Tensor) -> Tensor:
     """Return ±1 with equal probability, float32 [len(rows), len(cols)]."""
-    row_words, col_words = sign_words(seed, rows, cols, rows.device)
+    row_words, col_words = _mixed(derive_seed(seed, 0), rows), _mixed(derive_seed(seed, 1), cols)
     h = (row_words[:, None] ^ col_words) * _FIRST  # int32 arithmetic wraps, as the hash modulo 2^32 requires
     h ^= (h >> 15) & 0x1FFFF  # the mask makes the shift a logical one
     return (h.mul_(_SECOND) >> 31).mul_(2).add_(1).to(torch.float32)
@@ -130,17 +100,25 @@ class StepScale:
         return self.tokens / self.tokens_per_step
 
 
-def _error_sums(
-    gradient: Tensor, state: AdamWState, sizes: ErrorSizes, scale: StepScale, words: Words
-) -> tuple[Tensor, Tensor]:
+def _error_sums(gradient: Tensor, state: AdamWState, sizes: ErrorSizes, scale: StepScale) -> tuple[Tensor, Tensor]:
     """Return Σ (u(g + δ) − u(g))² over this rank's elements, at each ρ of the grid and of each candidate, float64.
 
     ``gradient`` is the local main gradient in recorded units, any shape.
     """
-    local = gradient.reshape(-1)[state.start : state.end]
-    factor, noise = scale.gradient * scale.clip, scale.variance**0.5
-    if has_kernels(gradient) and gradient.numel() < _MOST_ELEMENTS:
-        return adamw_error_sums(local, state, sizes, RHO_GRID.tolist(), factor=factor, noise=noise, words=words)
+    device, flat = gradient.device, gradient.reshape(-1)
+    sizes = replace(sizes, rows=sizes.rows.to(device), cols=sizes.cols.to(device))
+    drift2 = torch.zeros(len(RHO_GRID), dtype=torch.float64, device=device)
+    candidates = torch.zeros(sizes.candidates, dtype=torch.float64, device=device)
+    for start in range(state.start, state.end, _ELEMENTS):
+        part = state.part(start, min(start + _ELEMENTS, state.end))
+        sums = _sums_of_part(flat[part.start : part.end], part, sizes, scale)
+        drift2 += sums[0]
+        candidates += sums[1]
+    return drift2, candidates
+
+
+def _sums_of_part(gradient: Tensor, state: AdamWState, sizes: ErrorSizes, scale: StepScale) -> tuple[Tensor, Tensor]:
+    """Return the sums of :func:`_error_sums` over the elements of ``state``, whose gradient is ``gradient``."""
     width = len(sizes.cols)
     rows = slice(state.start // width, -(-state.end // width))
     first = rows.start * width
@@ -151,63 +129,13 @@ def _error_sums(
         return torch.outer(row_factor[rows], col_factor).view(-1)[elements]
 
     z = error_signs(sizes.seed, sizes.rows[rows], sizes.cols).view(-1)[elements]
-    g = gradient_of_a_step(local.float() * factor, state, noise)
+    g = gradient_of_a_step(gradient.float() * (scale.gradient * scale.clip), state, scale.variance**0.5)
     drift2 = state.squared_error(g, product(unit_rows, unit_cols) * z, RHO_GRID.tolist())
     candidates = []
     for f in range(1, 1 + sizes.candidates):
         variance = product(var_rows[f], var_cols[0]) + product(var_rows[0], var_cols[f])
         candidates.append(state.squared_error(g, variance.sqrt() * z, [1.0]))
     return drift2, torch.cat(candidates) if candidates else drift2[:0]
-
-
-def adamw_error_sums(
-    gradient: Tensor,
-    state: AdamWState,
-    sizes: ErrorSizes,
-    scales: Sequence[float],
-    *,
-    factor: float,
-    noise: float,
-    words: Words = sign_words,
-) -> tuple[Tensor, Tensor]:
-    """Launch the kernel. Return Σ (u(g + δ) − u(g))² at each ρ of ``scales`` and of each candidate, float64.
-
-    ``gradient`` are this rank's elements in recorded units, flat, any floating dtype. ``factor`` brings them to the
-    units of ``sizes``, those of the gradient that the optimizer of a step sees. ``state`` has their position in the
-    flattened [N, K] parameter. For ``noise`` see :func:`snip_megatron.sensitivity.updates.gradient_of_a_step`.
-    """
-    size, blocks, device = gradient.numel(), -(-gradient.numel() // _BLOCK), gradient.device
-    sums = torch.empty(len(scales) + sizes.candidates, blocks, dtype=torch.float32, device=device)
-    rho = _on_device(tuple(scales), device)
-    if size:
-        from snip_megatron.sensitivity.update_error_programs import update_error_kernel
-
-        settled = noise < 1.0 and state.step > 0
-        next_step = state.step + 1
-        launch(
-            update_error_kernel, (blocks, 1),
-            (
-                gradient.contiguous(), state.exp_avg.contiguous(), state.exp_avg_sq.contiguous(), sums,
-                rho, *sizes.factors(device), *words(sizes.seed, sizes.rows, sizes.cols, device),
-            ),
-            (state.start, size, sizes.rows.numel(), sizes.cols.numel()),
-            (
-                float(factor), float(noise) if settled else 1.0,
-                1.0 / (1.0 - state.beta1**state.step) if settled else 0.0,
-                state.beta1, state.beta2, 1.0 / (1.0 - state.beta1**next_step), 1.0 / (1.0 - state.beta2**next_step),
-                state.eps,
-            ),
-            {"RHOS": len(scales), "FORMATS": sizes.candidates, "BLOCK": _BLOCK, "HARDWARE": device.type == "cuda"},
-            LAUNCH,
-        )  # fmt: skip
-    totals = sums.sum(1, dtype=torch.float64)
-    return totals[: len(scales)] * rho.double().square(), totals[len(scales) :]
-
-
-@functools.cache
-def _on_device(scales: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return ``scales`` as an FP32 tensor. Cached, because a copy to the device waits for all work that runs there."""
-    return torch.tensor(scales, dtype=torch.float32, device=device)
 
 
 # -- linears and other parameters ------------------------------------------------------------------------------
@@ -222,7 +150,6 @@ def linear_update_error(
     g2: float,
     seed: int,
     tokens: float | None = None,
-    words: Words = sign_words,
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's share of a linear's ``drift2`` and ``wdrift2`` (table.py), float64.
 
@@ -249,12 +176,10 @@ def linear_update_error(
         var_rows=torch.cat([recorder.g_cols[None], recorder.dg_cols]) * power,
         var_cols=torch.cat([recorder.x_cols[None], recorder.dx_cols]),
     )
-    return _error_sums(gradient, state, sizes, scale, words)
+    return _error_sums(gradient, state, sizes, scale)
 
 
-def sink_update_error(
-    gradient: Tensor, state: AdamWState, scale: StepScale, *, seed: int, first_row: int, words: Words = sign_words
-) -> Tensor:
+def sink_update_error(gradient: Tensor, state: AdamWState, scale: StepScale, *, seed: int, first_row: int) -> Tensor:
     """Return the squared update error over the ρ grid of a parameter that is no linear, float64 [len(RHO_GRID)].
 
     An error of relative size ρ gives each element ρ times the root mean square of its row: the row of a token in the
@@ -272,12 +197,10 @@ def sink_update_error(
     rows = torch.arange(first_row, first_row + matrix.shape[0], device=gradient.device)
     cols = torch.arange(matrix.shape[1], device=gradient.device)
     sizes = ErrorSizes(seed, rows, cols, rms.double() * scale.clip, torch.ones_like(cols, dtype=torch.float64))
-    return _error_sums(gradient, state, sizes, scale, words)[0]
+    return _error_sums(gradient, state, sizes, scale)[0]
 
 
 # -- warm-up ---------------------------------------------------------------------------------------------------
-_SCALE = StepScale(gradient=1.0, clip=1.0, tokens=1, tokens_per_step=2)
-_SINK_ROWS = 128
 
 
 def warm_up_recording(linear: WarmUpLinear, formats: Sequence[str], sample_tokens: int) -> LinearRecorder:
@@ -292,32 +215,3 @@ def warm_up_recording(linear: WarmUpLinear, formats: Sequence[str], sample_token
         for size in (1024, 1025):  # Triton compiles different kernels for multiples of 16 and other lengths
             sum_squares(torch.zeros(size, dtype=dtype, device=linear.x.device))
     return recorder
-
-
-def warm_up_update_error(recorder: LinearRecorder, *, sharded: bool) -> None:
-    """Evaluate the update error of a recorded linear; with ``sharded`` optimizer states, of parts of the weight too."""
-    weight = recorder.handle.weight
-    gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-    for start, end in _ranges(weight.numel(), sharded):
-        state = _state(gradient, start, end)
-        linear_update_error(recorder, gradient, state, _SCALE, s2=1.0, x2=1.0, g2=1.0, seed=0)
-
-
-def warm_up_sinks(weight: Tensor, *, sharded: bool) -> None:
-    """Evaluate the update error of a parameter that is no linear's weight, of a matrix in its first rows only."""
-    rows = min(len(weight), _SINK_ROWS) if weight.dim() > 1 else len(weight)
-    gradient = torch.zeros(rows, *weight.shape[1:], dtype=torch.float32, device=weight.device)
-    for start, end in _ranges(gradient.numel(), sharded):
-        sink_update_error(gradient, _state(gradient, start, end), _SCALE, seed=0, first_row=0)
-
-
-def _ranges(size: int, sharded: bool) -> list[tuple[int, int]]:
-    """Return ranges whose ends are multiples of 16 and others, because Triton compiles different kernels for them."""
-    if not sharded or size < 64:
-        return [(0, size)]
-    return [(0, size), (0, size - 3), (3, size), (3, size - 13)]
-
-
-def _state(gradient: Tensor, start: int, end: int) -> AdamWState:
-    moment = torch.zeros(end - start, dtype=torch.float32, device=gradient.device)
-    return AdamWState(start, end, 1, moment, moment.clone(), beta1=0.9, beta2=0.95, eps=1e-8)

@@ -7,7 +7,7 @@ state, without learning rate and weight decay.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,11 @@ class AdamWState:
             beta2=float(group["betas"][1]),
             eps=float(group["eps"]),
         )
+
+    def part(self, start: int, end: int) -> AdamWState:
+        """Return the state of the elements [start, end), a part of its own."""
+        own = slice(start - self.start, end - self.start)
+        return replace(self, start=start, end=end, exp_avg=self.exp_avg[own], exp_avg_sq=self.exp_avg_sq[own])
 
     def direction(self, g: torch.Tensor) -> torch.Tensor:
         """Return u(g) = m̂ / (√v̂ + ε) of the next step. Weight decay is left out: an error of g does not change it."""

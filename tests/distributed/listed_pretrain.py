@@ -79,16 +79,12 @@ def install() -> None:
     backend = hopper.HopperBackend(SimpleNamespace(**quantisers), EmulatedCublasLt(), activations=activations_of)
     selection.why_not_hopper = lambda: None
     selection._hopper = lambda library, **_: (backend, "emulated products")
-    sums.has_kernels = update_error.has_kernels = lambda x: kernels
+    sums.has_kernels = lambda x: kernels
     for name in ("tensor_sums", "weight_sums", "output_sums"):
         setattr(recorder, name, both(getattr(sums, name), getattr(sums, name)))
     listed_squares = both(sums.sum_squares, sums.sum_squares)
     for module in (recorder, updates, update_error, probe):
         module.sum_squares = listed_squares
-    for module in (probe, update_error):
-        for name in ("linear_update_error", "sink_update_error"):
-            function = getattr(update_error, name)
-            setattr(module, name, both(function, function))
 
     def run(warm_up: WarmUp) -> bool:
         global phase

@@ -14,7 +14,6 @@ from snip_megatron.numerics.quantize.kernels import exact, partial_sums, program
 from snip_megatron.numerics.quantize.kernels.quantize import LAUNCH
 from snip_megatron.numerics.quantize.rounding import splitmix64
 from snip_megatron.sensitivity import sums_programs as statistics
-from snip_megatron.sensitivity import update_error, update_error_programs
 from snip_megatron.sensitivity.sums import LAUNCH as SUMS
 
 Constants = dict[str, object]
@@ -142,10 +141,3 @@ def test_quantisers(kernel: Any, constants: Constants, options: Mapping[str, int
 )
 def test_others(kernel: Any, constants: Constants, options: Mapping[str, int], capability: int) -> None:
     assert ".ftz.f32" not in assembly(kernel, constants, options, capability, POINTERS)
-
-
-def test_update_errors() -> None:
-    constants = {"RHOS": 24, "FORMATS": 2, "BLOCK": 2048, "HARDWARE": True}
-    assembly(
-        update_error_programs.update_error_kernel, constants, update_error.LAUNCH, 90, POINTERS | {"g_ptr": "*fp32"}
-    )

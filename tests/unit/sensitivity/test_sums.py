@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from drift_oracle import drift_differs
 
 from snip_megatron.sensitivity import quantization_error, sums
 
@@ -117,15 +116,3 @@ def worst_of_squares(count: int) -> float:
 @pytest.mark.parametrize(("count", "bound"), [(0, 1e-12), (10_000, 1e-2)])
 def test_sum_squares(interpreted: Run, count: int, bound: float) -> None:
     assert interpreted(worst_of_squares, count) < bound
-
-
-# -- drift -----------------------------------------------------------------------------------------------------
-RHOS = (1e-4, 1e-2, 0.3, 10.0)
-
-
-@pytest.mark.parametrize(("start", "end"), [(0, 6500), (77, 4001)])
-@pytest.mark.parametrize(("step", "noise"), [(7, 0.5), (7, 1.0), (0, 0.5)])
-def test_drift_is_the_difference_of_two_updates(
-    interpreted: Run, start: int, end: int, step: int, noise: float
-) -> None:
-    assert interpreted(drift_differs, (50, 130), start, end, step, noise, RHOS) < 1e-4

@@ -6,6 +6,7 @@ import pytest
 import torch
 from handles import handle_of
 
+from snip_megatron.sensitivity import update_error
 from snip_megatron.sensitivity.recorder import LinearRecorder
 from snip_megatron.sensitivity.table import RHO_GRID
 from snip_megatron.sensitivity.update_error import StepScale, error_signs, linear_update_error, sink_update_error
@@ -119,6 +120,14 @@ def test_a_linear_that_saw_a_part_of_the_tokens() -> None:
     torch.testing.assert_close(torch.cat(own), whole, rtol=1e-12, atol=0.0)
     none, _ = linear_update_error(whole_recorder(), g, state, more, seed=33, s2=0.0, x2=0.0, g2=0.0, tokens=0.0)
     assert not none.any()
+
+
+def test_parts_of_a_weight_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    g, state = gradient((N, K)).float().view(N, K), trained(6, torch.float32)
+    whole = torch.cat(linear_update_error(whole_recorder(), g, state, SCALE, seed=33, **totals()))
+    monkeypatch.setattr(update_error, "_ELEMENTS", 7 * K + 3)
+    parts = torch.cat(linear_update_error(whole_recorder(), g, state, SCALE, seed=33, **totals()))
+    torch.testing.assert_close(parts, whole, rtol=1e-9, atol=0.0)
 
 
 # -- sinks -----------------------------------------------------------------------------------------------------
