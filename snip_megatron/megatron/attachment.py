@@ -59,6 +59,8 @@ def prepare_megatron(args: argparse.Namespace, startup: Startup, shown: Sequence
     earlier.
     """
     compat.check(args, startup)
+    if args.snip and (line := compat.separate_experts(args)):
+        say(line)
     for line in filter(None, (untested(), *shown, *compat.apply(args, startup))):
         say(line, "compat")
 

@@ -125,6 +125,8 @@ def _why_stock(linear: BuiltLinear) -> str | None:
         return "attention multiplies by parts of its weight"
     if kind not in _CLASSES:
         return f"no quantised form of {kind.__qualname__}"
+    if getattr(linear.module, "single_grouped_weight", False):
+        return "one parameter holds the weights of all experts"
     weights = [weight for name, weight in linear.module.named_parameters(recurse=False) if name.startswith("weight")]
     return None if all(weight.requires_grad for weight in weights) else "frozen"
 

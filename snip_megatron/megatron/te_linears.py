@@ -172,10 +172,13 @@ class SnipTERowParallelGroupedLinear(_GroupedForward, TERowParallelGroupedLinear
 class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
     """Experts that pad the rows of both linears once if the grouped products need padding.
 
-    If ``snip_fused_swiglu``, SwiGLU times the probabilities may be fused with the quantisation of the product.
+    If ``snip_fused_swiglu``, SwiGLU times the probabilities may be fused with the quantisation of the product. If
+    ``snip_grouped_tensors`` (``--moe-use-grouped-tensor``), Transformer Engine multiplies grouped tensors wherever both
+    linears run its own code.
     """
 
     snip_fused_swiglu: bool
+    snip_grouped_tensors: bool
 
     def snip_prepare(self) -> bool:
         """Prepare the next forward as far as possible without the numbers of rows.
@@ -207,6 +210,8 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor | None]:
         """Run Megatron's experts, on padded rows unless both linears run Transformer Engine's own code."""
         padded, backwards, calls, on_device = self.__dict__.pop("snip_prepared", None) or self._snip_prepared()
+        if self.snip_grouped_tensors:
+            self._choose_tensors()
         if not padded:
             return super().forward(hidden, tokens_per_expert, probs, *buffers, **named)  # type: ignore[no-any-return]
         if on_device and tokens_per_expert.device == hidden.device:
@@ -218,6 +223,14 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         output, bias = super().forward(pad(hidden, rows), rows, pad(probs, rows), *buffers, **named)
         return unpad(output, rows), bias
 
+    def _choose_tensors(self) -> None:
+        """Let the next forward take numbers of rows on the device if both linears are Megatron's, else on the host."""
+        linears = self.linear_fc1, self.linear_fc2
+        grouped = all(linear.snip_experts[0].is_stock for linear in linears)
+        self._use_grouped_tensor = grouped
+        for linear in linears:
+            linear.use_grouped_tensor = grouped
+
 
 def convert_expert_mlps(model_chunks: Sequence[torch.nn.Module], *, fuse_swiglu: bool) -> None:
     """Convert the MLPs of experts whose linears are converted: they pad rows, and fuse SwiGLU if ``fuse_swiglu``."""
@@ -225,6 +238,7 @@ def convert_expert_mlps(model_chunks: Sequence[torch.nn.Module], *, fuse_swiglu:
         mlp: Any = getattr(layer, "experts", None)
         if type(mlp) is TEGroupedMLP and hasattr(mlp.linear_fc1, "snip_experts"):
             mlp.__class__, mlp.snip_fused_swiglu = SnipTEGroupedMLP, fuse_swiglu and _is_weighted_swiglu(mlp)
+            mlp.snip_grouped_tensors = getattr(mlp.config, "moe_use_grouped_tensor", False)  # since Megatron 0.20
             prepare_before_counts(layer.token_dispatcher, mlp.snip_prepare)
             for handle in (*mlp.linear_fc1.snip_experts, *mlp.linear_fc2.snip_experts):
                 handle.state.beside_swiglu = mlp.snip_fused_swiglu

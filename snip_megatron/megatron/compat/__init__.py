@@ -40,7 +40,7 @@ from snip_megatron.megatron.compat.loop import (
     wrap_evaluate,
     wrap_train_step,
 )
-from snip_megatron.megatron.compat.megatron_precision import let_snip_choose
+from snip_megatron.megatron.compat.megatron_precision import let_snip_choose, separate_experts
 from snip_megatron.megatron.compat.optimizers import main_parameter, update_of
 from snip_megatron.megatron.compat.patches import apply, check, set_defaults
 from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_restored, routing_repeated

@@ -5,7 +5,8 @@ Megatron and Transformer Engine then train in BF16. Megatron Bridge's configurat
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,7 +16,11 @@ from torch import Tensor
 
 from snip_megatron.megatron.startup import say
 from snip_megatron.numerics.products.host_recipe import HostRecipe
+from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.errors import SnipError
+from snip_megatron.precision.recipes import is_recipe_file
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.options import given_options, parse_pins
 
 RECIPES: dict[str, tuple[str, ...]] = {
     "delayed": ("fp8_tensor",),
@@ -35,7 +40,7 @@ _OFF: dict[str, Any] = dict.fromkeys(("fp8", "fp4", "moe_expert_rank_capacity_fa
         "fp8_dot_product_attention", "fp8_multi_head_attention", "fp8_output_proj",
         "moe_router_padding_for_quantization", "moe_router_padding_for_fp8", "use_transformer_engine_op_fuser",
         "moe_paged_stash", "moe_ncclep_static_shape", "moe_ncclep_zero_copy", "delay_wgrad_compute",
-        "moe_use_grouped_tensor", "moe_single_grouped_weight", "moe_single_grouped_bias",  # since 0.20
+        "moe_single_grouped_weight", "moe_single_grouped_bias",  # since 0.20
     ),
     False,
 )
@@ -45,10 +50,11 @@ _OFF: dict[str, Any] = dict.fromkeys(("fp8", "fp4", "moe_expert_rank_capacity_fa
 Delayed wgrads stay, but beside CUDA graphs only where :func:`may_delay_wgrads` allows it: a GEMM must add them to
 ``main_grad``, which has a fixed address. ``moe_paged_stash``, ``moe_ncclep_*`` and ``moe_expert_rank_capacity_factor``
 serve fused operations, whose buffers of tokens have a fixed size. Megatron runs a step again without that bound if its
-tokens do not fit, so that training is the same without it. Only 0.19's backend ncclep needs the bound. Experts whose
-rows or parameters are Transformer Engine's grouped tensors have their GEMMs inside it: each has a weight of its own.
+tokens do not fit, so that training is the same without it. Only 0.19's backend ncclep needs the bound. Experts that
+share one parameter run inside Transformer Engine only: each gets a weight of its own, unless all stay in bf16
+(:func:`settings_of_experts`). Grouped tensors of rows (``moe_use_grouped_tensor``) go with the op fuser alone.
 """
-
+_SINGLE = ("moe_single_grouped_weight", "moe_single_grouped_bias")
 
 _OF_0_19 = "moe_ncclep_static_shape"
 """A setting that 0.20 no longer has."""
@@ -65,6 +71,8 @@ def switch_off(settings: Any, kept: frozenset[str] = frozenset()) -> tuple[str, 
     Returns a line to print, empty if nothing was on, and the formats of the recipe.
     """
     off_now = {name: off for name, off in _OFF.items() if name not in kept}
+    if getattr(settings, "use_transformer_engine_op_fuser", False):
+        off_now["moe_use_grouped_tensor"] = False
     on = {name: value for name, off in off_now.items() if (value := getattr(settings, name, off)) not in (off, None)}
     if getattr(settings, "moe_flex_dispatcher_backend", None) == "ncclep" and hasattr(settings, _OF_0_19):
         on.pop("moe_expert_rank_capacity_factor", None)
@@ -75,7 +83,7 @@ def switch_off(settings: Any, kept: frozenset[str] = frozenset()) -> tuple[str, 
     graphs = _graph_parts(settings) if "moe_expert_rank_capacity_factor" in on else ""
     recipe = settings.fp4_recipe if on.get("fp4") else settings.fp8_recipe if on.get("fp8") else None
     for name in on:
-        setattr(settings, name, _OFF[name])
+        setattr(settings, name, off_now[name])
     arguments = ", ".join(_argument(name, value) for name, value in on.items())
     of_recipe = "" if recipe is None else f" with recipe {recipe}"
     return (
@@ -83,6 +91,33 @@ def switch_off(settings: Any, kept: frozenset[str] = frozenset()) -> tuple[str, 
         f" in BF16{graphs}",
         RECIPES.get(str(getattr(recipe, "value", recipe)), ()),
     )
+
+
+def settings_of_experts(args: argparse.Namespace) -> frozenset[str]:
+    """Return the settings that stay if Transformer Engine alone ever runs the linears of experts: all stay in bf16."""
+    alone = getattr(args, "moe_use_grouped_tensor", False) and not args.use_transformer_engine_op_fuser
+    if not (alone and any(getattr(args, name) for name in _SINGLE)) or args.snip_blame is not None:
+        return frozenset()
+    options = given_options(args, SnipConfig)
+    if "map" in options and not is_recipe_file(options["map"]):
+        formats: Mapping[str, Format] = PrecisionMap.load(options["map"], "--snip-map").choices
+    else:
+        usual = Format.BF16 if options.get("policy") == "bf16" and "map" not in options else Format.FP8
+        names = (f"decoder.layers.{at}.mlp.experts.linear_fc" for at in range(args.num_layers))
+        formats = {f"{name}{i}": usual for name in names for i in (1, 2)}
+    for name, fmt in formats.items():
+        pins = [pinned for glob, pinned in parse_pins(options.get("pin", ())) if fnmatchcase(name, glob)]
+        if ".experts." in name and Format([fmt.value, *pins][-1]) is not Format.BF16:
+            return frozenset()
+    return frozenset(_SINGLE)
+
+
+def separate_experts(args: argparse.Namespace) -> str:
+    """Give each expert weights of its own if SNIP may quantise them, also where a checkpoint has set the arguments.
+
+    Returns a line to print, empty if nothing changes. Checkpoints are the same in both layouts.
+    """
+    return switch_off(args, frozenset(_OFF) - frozenset(_SINGLE) | settings_of_experts(args))[0]
 
 
 def may_delay_wgrads(settings: Any) -> bool:
@@ -126,7 +161,7 @@ def let_snip_choose(
         if getattr(args, "snip_blame", None) is not None and not args.snip:
             _blame_without_snip(args)
         elif getattr(args, "snip", False):
-            line, args.snip_recipe = switch_off(args)
+            line, args.snip_recipe = switch_off(args, settings_of_experts(args))
             if line:
                 say(line)
         if check is not None:

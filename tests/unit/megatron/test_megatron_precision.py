@@ -1,12 +1,15 @@
 """Megatron's own FP8 and FP4 beside ``--snip``: what is switched off, and which formats their recipes stand for."""
 
 import argparse
+import json
 import shlex
+from pathlib import Path
+from typing import Any
 
 import pytest
 from llama_arguments import DEFAULTS, megatron_parser
 
-from snip_megatron.megatron.compat import let_snip_choose
+from snip_megatron.megatron.compat import let_snip_choose, separate_experts
 from snip_megatron.numerics.products.host_recipe import HostRecipe
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import add_arguments, resolve_arguments
@@ -41,15 +44,46 @@ def test_the_recipe_names_the_candidates(
     assert all(word in said for word in shlex.split(given) if word.startswith("--fp") and "recipe" not in word)
 
 
-GROUPED = ("moe_use_grouped_tensor", "moe_single_grouped_weight", "moe_single_grouped_bias")
+SINGLE = ("moe_single_grouped_weight", "moe_single_grouped_bias")
+QUANTIZED = {"schema": "snip.map/1", "choices": {"decoder.layers.1.mlp.experts.linear_fc1:dgrad": "fp8"}}
+DENSE = {"schema": "snip.map/1", "choices": {"decoder.layers.1.mlp.linear_fc1": "fp8"}}
 
 
-@pytest.mark.skipif(GROUPED[0] not in DEFAULTS, reason="Megatron 0.19 has no grouped tensors")
-def test_experts_have_tensors_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [f"--{name.replace('_', '-')}" for name in GROUPED]
-    args = let_snip_choose(add_arguments(megatron_parser())).parse_args(["--snip", *flags])
-    assert [getattr(args, name) for name in GROUPED] == [False, False, False]
-    assert f"{', '.join(flags)} left out: SNIP chooses" in capsys.readouterr().out
+@pytest.mark.skipif(SINGLE[0] not in DEFAULTS, reason="Megatron 0.19 has no grouped tensors")
+@pytest.mark.parametrize(
+    ("given", "of_map", "rows", "weights"),
+    [
+        ("", None, True, False),
+        ("--snip-policy bf16", None, True, True),
+        ("--snip-policy bf16 --snip-pin *.linear_fc1=fp8", None, True, False),
+        ("--snip-pin *.experts.*=bf16", None, True, True),
+        ("--snip-pin *.experts.*=bf16 --snip-pin *.1.*linear_fc2=fp8", None, True, False),
+        ("--snip-policy bf16 --use-transformer-engine-op-fuser", None, False, False),  # no other code than its fuser
+        ("--snip-blame 7", DENSE, True, False),
+        ("", DENSE, True, True),
+        ("", QUANTIZED, True, False),
+    ],
+)
+def test_experts_share_a_parameter_where_the_map_leaves_them_alone(
+    given: str,
+    of_map: dict[str, Any] | None,
+    rows: bool,
+    weights: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = shlex.split(f"--snip --num-layers 2 --moe-use-grouped-tensor {given}")
+    if of_map is not None:
+        (tmp_path / "map.json").write_text(json.dumps(of_map))
+        words += ["--snip-map", str(tmp_path / "map.json")]
+    flags = [f"--{name.replace('_', '-')}" for name in SINGLE]
+    args = let_snip_choose(add_arguments(megatron_parser())).parse_args([*words, *flags])
+    assert args.moe_use_grouped_tensor is rows
+    assert [getattr(args, name) for name in SINGLE] == [weights] * 2
+    assert (", ".join(flags) in capsys.readouterr().out) is not weights
+    args.moe_single_grouped_weight = True  # by the arguments of a checkpoint
+    assert bool(separate_experts(args)) is not weights
+    assert args.moe_single_grouped_weight is weights
 
 
 @pytest.mark.skipif("moe_dispatch_fwd_dtype" not in DEFAULTS, reason="Megatron 0.19 sends tokens in bf16")
