@@ -8,8 +8,9 @@ events before ``train_step(N)`` to iteration N. A logger that fails never stops 
 and after a few failures in a row nothing more is written to it.
 
 Both loggers group panels by what stands before the first ``/`` of a name: ``snip`` has the figures of a step,
-``snip-map`` those of maps, ``snip-updates`` and ``snip-faults`` those of other events, and ``snip-delta-loss``,
-``snip-delta-weight`` and ``snip-bits`` have a panel for each linear.
+``snip-map`` those of maps, ``snip-updates`` and ``snip-faults`` those of other events, and ``snip-bits`` has a panel
+for each linear. ΔL and ΔW of linears stand among Megatron's own tensor metrics, ``tensor-metrics/<metric>/<name>``. The
+loggers of a job that has started nvdlfw_inspect, to which Transformer Engine writes, get them as ``<linear>_<metric>``.
 """
 
 import contextlib
@@ -34,6 +35,7 @@ Write = Callable[[int, Mapping[str, float], Sequence[Sequence[str]]], None]
 """Writes figures of an iteration, and the map as a table of texts, whose first row has the names of its columns."""
 
 _TABLE = "snip-map/by_layer"
+_TENSORS = "tensor-metrics"
 
 
 class Sinks:
@@ -45,10 +47,12 @@ class Sinks:
     """
 
     def __init__(self, *, wandb: Any = None, tensorboard: Any = None) -> None:
-        self._wandb, self._tensorboard = wandb, tensorboard
+        self._wandb, self._tensorboard, self._inspect = wandb, tensorboard, _inspect_logger()
         writes: dict[str, tuple[Any, Write]] = {
-            "wandb": (wandb, self._write_to_wandb), "TensorBoard": (tensorboard, self._write_to_tensorboard)
-        }  # fmt: skip
+            "wandb": (wandb, self._write_to_wandb),
+            "TensorBoard": (tensorboard, self._write_to_tensorboard),
+            "nvdlfw_inspect": (self._inspect, self._write_to_inspect),
+        }
         self._writes = {name: write for name, (writer, write) in writes.items() if writer is not None}
         self._failures: Counter[str] = Counter()  # in a row
         self._reported: set[str] = set()
@@ -77,12 +81,14 @@ class Sinks:
         """Write ΔL and ΔW of each linear, over its GEMMs in the costliest candidate format, before step ``step``."""
         if not self._writes:
             return
-        names = [panel(row.id) for row in table.linears]
+        names = [str(row.id) for row in table.linears]
         with contextlib.suppress(Exception):  # the solver meets the same error, and says so
             for group, values in zip(("delta-loss", "delta-weight"), divergences(table, config.request()), strict=True):
                 costliest = values.max(axis=-1).sum(axis=-1)
                 if costliest.any():  # an estimator without ΔW has zeros
-                    self._send(step, scalars(f"snip-{group}", dict(zip(names, costliest.tolist(), strict=True))))
+                    self._send(
+                        step, scalars(f"{_TENSORS}/snip-{group}", dict(zip(names, costliest.tolist(), strict=True)))
+                    )
 
     def precision_map(self, step: int, precision_map: PrecisionMap, linears: Iterable[str] | None = None) -> None:
         """Write the map that is adopted before training step ``step`` as the table ``snip-map/by_layer``.
@@ -122,6 +128,13 @@ class Sinks:
         for name, value in figures.items():
             self._tensorboard.add_scalar(name, value, iteration)
 
+    def _write_to_inspect(self, iteration: int, figures: Mapping[str, float], _: Sequence[Sequence[str]]) -> None:
+        for name, value in figures.items():
+            group, *metric_and_linear = name.split("/")
+            if group == _TENSORS:
+                metric, linear = metric_and_linear
+                self._inspect.log_scalar(f"{linear}_{metric.replace('-', '_')}", value, iteration)
+
     def _write_to_wandb(self, iteration: int, figures: Mapping[str, float], table: Sequence[Sequence[str]]) -> None:
         """Write a row with Megatron's iteration as wandb's step, so that the panels line up with ``lm loss``.
 
@@ -136,6 +149,12 @@ class Sinks:
             values[_TABLE] = wandb.Table(columns=list(table[0]), data=[list(row) for row in table[1:]])
         if values:
             self._wandb.log(values, step=self._iteration)
+
+
+def _inspect_logger() -> Any:
+    """Return what Transformer Engine's debug features log to. None if the job has not started nvdlfw_inspect."""
+    logging = sys.modules.get("nvdlfw_inspect.logging")
+    return logging.MetricLogger if logging is not None and logging.MetricLogger.enabled_loggers else None
 
 
 def panel(linear: LinearId) -> str:

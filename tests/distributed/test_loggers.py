@@ -49,12 +49,12 @@ def values(formats: Formats) -> list[str]:
 
 
 def harms(run: Path) -> dict[str, float]:
-    """ΔL of each linear in its costliest format, by the name of its panel."""
+    """ΔL of each linear in its costliest format, by its name among Megatron's tensor metrics."""
     (scores,) = read_scores(run).values()
     result: dict[str, float] = {}
     for option, by_format in scores["scores"].items():
         linear = split_option_id(option)[0]
-        name = f"snip-delta-loss/{linear.path}/{linear.layer:03}"
+        name = f"tensor-metrics/snip-delta-loss/{linear}"
         result[name] = result.get(name, 0.0) + max(figures["delta_loss"] for figures in by_format.values())
     return result
 
@@ -105,7 +105,7 @@ def test_tensorboard(recorded: Path) -> None:
     for name, harm in harms(recorded / "run").items():
         assert [(e.step, e.value) for e in log.Scalars(name)] == [(2, pytest.approx(harm))]
     assert {name.partition("/")[0] for name in log.Tags()["scalars"] if name.startswith("snip")} == {
-        "snip", "snip-map", "snip-updates", "snip-delta-loss", "snip-bits"
+        "snip", "snip-map", "snip-updates", "snip-bits"
     }  # fmt: skip
     (text,) = log.Tensors("snip-map/by_layer/text_summary")
     lines = text.tensor_proto.string_val[0].decode().splitlines()

@@ -3,6 +3,8 @@
 import pytest
 
 from snip_megatron.reporting.sinks import MAX_FAILURES, Sinks
+from snip_megatron.runtime.config import SnipConfig
+from tests.unit.sensitivity.synthetic import make_table
 
 pytest.importorskip("tensorboard")
 wandb = pytest.importorskip("wandb")
@@ -39,3 +41,25 @@ def test_a_broken_log_is_reported_once_and_given_up_and_harms_no_other_sink(writ
     assert broken.attempts == MAX_FAILURES
     assert capsys.readouterr().err == "snip: wandb: disk full; training goes on without these figures\n"
     assert len(read(writer).Scalars("snip/fp4_fraction")) == MAX_FAILURES + 2
+
+
+def test_a_job_with_nvdlfw_inspect_has_the_linears_in_its_own_logs(tmp_path):
+    """The names are those of Transformer Engine's statistics: layer, tensor or metric, with underscores between."""
+    logging = pytest.importorskip("nvdlfw_inspect.logging")
+    assert not Sinks()._writes  # imported, and not started
+    seen = {}
+
+    class Logger(logging.BaseLogger):
+        def log_scalar(self, name, value, iteration, **_):
+            seen[name, iteration] = value
+
+    logging.MetricLogger.add_logger(Logger())
+    try:
+        sinks, table = Sinks(), make_table()
+        sinks.metric(6, fp4_fraction=0.5)
+        sinks.statistics(7, table, SnipConfig(enabled=True))
+    finally:
+        logging.MetricLogger.enabled_loggers.clear()
+    names = [f"{row.name}_snip_delta_{kind}" for kind in ("loss", "weight") for row in table.linears]
+    assert list(seen) == [(name, 7) for name in names]
+    assert all(value > 0 for value in seen.values())
