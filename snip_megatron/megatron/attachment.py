@@ -48,6 +48,7 @@ SHARED_ARGUMENTS = (
     *("defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm", "finetune", "ckpt_format", "ckpt_step"),
     *("non_persistent_ckpt_type", "mock_data", "sft", "dataloader_inter_document_masking", "snip_recipe"),
     *("fp8", "fp4", "disable_parameter_transpose_cache"),
+    *("moe_use_grouped_tensor", "use_transformer_engine_op_fuser"),
 )
 """Megatron's arguments that SNIP reads and that must be equal on all ranks."""
 

@@ -40,7 +40,7 @@ _OFF: dict[str, Any] = dict.fromkeys(("fp8", "fp4", "moe_expert_rank_capacity_fa
         "fp8_dot_product_attention", "fp8_multi_head_attention", "fp8_output_proj",
         "moe_router_padding_for_quantization", "moe_router_padding_for_fp8", "use_transformer_engine_op_fuser",
         "moe_paged_stash", "moe_ncclep_static_shape", "moe_ncclep_zero_copy", "delay_wgrad_compute",
-        "moe_single_grouped_weight", "moe_single_grouped_bias",  # since 0.20
+        "moe_single_grouped_weight", "moe_single_grouped_bias",
     ),
     False,
 )

@@ -49,7 +49,7 @@ QUANTIZED = {"schema": "snip.map/1", "choices": {"decoder.layers.1.mlp.experts.l
 DENSE = {"schema": "snip.map/1", "choices": {"decoder.layers.1.mlp.linear_fc1": "fp8"}}
 
 
-@pytest.mark.skipif(SINGLE[0] not in DEFAULTS, reason="Megatron 0.19 has no grouped tensors")
+@pytest.mark.skipif("moe_use_grouped_tensor" not in DEFAULTS, reason="Megatron 0.19 has them in its op fuser only")
 @pytest.mark.parametrize(
     ("given", "of_map", "rows", "weights"),
     [

@@ -57,7 +57,7 @@ def test_a_job_with_nvdlfw_inspect_has_the_linears_in_its_own_logs(tmp_path):
     try:
         sinks, table = Sinks(), make_table()
         sinks.metric(6, fp4_fraction=0.5)
-        sinks.statistics(7, table, SnipConfig(enabled=True))
+        sinks.statistics(7, table, SnipConfig(enabled=True, estimator="noise"))
     finally:
         logging.MetricLogger.enabled_loggers.clear()
     names = [f"{row.name}_snip_delta_{kind}" for kind in ("loss", "weight") for row in table.linears]
