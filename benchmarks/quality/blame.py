@@ -8,6 +8,7 @@ training entry with ``--snip-blame`` on it, in forked processes, after its fault
 Counts in the result are shares of the planted faults: ``verdict_right`` (a bug or rounding), ``first`` (the blamed
 linear and GEMM, and for a bug on one rank the rank) and ``among_three``. ``healthy`` are steps without a fault of
 precision, among them damaged text and weights that are too large or NaN; ``healthy_blamed`` of them were blamed.
+``unseen`` has the same counts of those kinds alone on which no limit of ``--snip-blame`` was set.
 
 Beside it stands where other rankings have the culprit, over faults of rounding, for which they are made:
 ``first_by_mse`` and ``first_by_underflow`` rank tensors by their error as Transformer Engine's inspector prints it,
@@ -160,6 +161,7 @@ class Bench:
         started = time.perf_counter()
         codes = self.run(arguments, ranks, folder / "log", case)
         result = {"name": case.name, "verdict": case.verdict, "seconds": round(time.perf_counter() - started, 1)}
+        result |= {"unseen": True} if case.unseen else {}
         page = folder / "run" / f"blame_{step}.json"
         if any(codes) or not page.exists():
             return result | {"failed": _last_line(folder / "log"), "right": False}
@@ -456,7 +458,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines.append(line)
         print(json.dumps(line), flush=True)
         lines.sort(key=lambda line: (line["verdict"], line["name"]))
-        result = origin | {**summary(lines), "left_out": len(cases) - len(lines), "cases": lines}
+        result = origin | summary(lines) | {"unseen": summary([line for line in lines if "unseen" in line])}
+        result |= {"left_out": len(cases) - len(lines), "cases": lines}
         write(options.out, result)
     print(json.dumps({name: value for name, value in result.items() if name != "cases"}, indent=1))
     return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -68,6 +68,7 @@ class Case:
         microbatches: Number of microbatches of a step.
         step: Number of steps behind the checkpoint.
         again: Number of earlier cases with the same family and site.
+        unseen: Whether cases of this kind had no part in setting the limits of ``--snip-blame``.
     """
 
     family: str
@@ -81,6 +82,7 @@ class Case:
     microbatches: int = 1
     step: int = 0
     again: int = 0
+    unseen: bool = False
 
     @property
     def name(self) -> str:
@@ -334,6 +336,154 @@ def _stale_weight(site: Site) -> None:
     WeightCache.get = stale  # type: ignore[method-assign]
 
 
+# -- further faults of the job's backend, which no limit was set on ----------------------------------------------------
+def _scales_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """Return a quantisation whose scales are changed."""
+
+    def quantize_wrongly(x: torch.Tensor, spec: Any, quantize: Callable[..., Any]) -> Any:
+        def changed(operand: Any) -> Any:
+            scale = getattr(operand, "scale", None)
+            return operand if scale is None else operand._replace(scale=change(scale.clone()))
+
+        return tuple(changed(operand) for operand in quantize(x, spec))
+
+    return quantize_wrongly
+
+
+def _shift(scale: torch.Tensor) -> torch.Tensor:
+    """The scales of tiles are read from one row further on."""
+    return scale.roll(1, 0)
+
+
+def _nan_tile(scale: torch.Tensor) -> torch.Tensor:
+    """The scale of the last tile is NaN."""
+    scale.view(-1)[-1] = torch.nan
+    return scale
+
+
+def _saturated(x: torch.Tensor, spec: Any, quantize: Callable[..., Any]) -> Any:
+    """A scale leaves room for a quarter of the largest numbers."""
+    limit = x.abs().max() / 4
+    return quantize(torch.minimum(torch.maximum(x, -limit), limit), spec)
+
+
+def _truncated(x: torch.Tensor, spec: Any, quantize: Callable[..., Any]) -> Any:
+    """Numbers are rounded towards zero, so that they are half a step too small on average."""
+    return quantize(x * (1 - 2.0**-5), spec)
+
+
+def _second_dropped(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any) -> torch.Tensor:
+    """The weight gradient of a microbatch is not added to that of the earlier ones."""
+    if out is not None and bool(out.any()):
+        return out  # type: ignore[no-any-return]
+    return multiply(gemm, a, b, dtype, out)
+
+
+def _late_read() -> Callable[..., torch.Tensor]:
+    """A kernel reads the first rows of an operand before those of the microbatch have been written."""
+    earlier: list[Any] = []
+
+    def change(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any) -> torch.Tensor:
+        y = multiply(gemm, a, b, dtype, out)
+        rows = len(y) // 8
+        before, earlier[:] = list(earlier), [y[:rows].clone()]
+        if before:
+            y[:rows] = before[0]
+        return y
+
+    return change
+
+
+def _swapped_experts(site: Site) -> None:
+    """An expert multiplies the quantised weight of its neighbour."""
+    from snip_megatron.layers.weights import WeightCache
+
+    get = WeightCache.get
+
+    def swapped(cache: Any, backend: Any, weights: Sequence[torch.Tensor], formats: Any, quantize: Any) -> Any:
+        expert = _now[-1].expert if _now and _now[-1].linear.startswith(site.linear) else None
+        if expert is None or getattr(backend, "inner", backend) not in _job_backends:
+            return get(cache, backend, weights, formats, quantize)
+        neighbour = {site.expert: 1, (site.expert or 0) + 1: 0}.get(expert)
+        if neighbour is None or len(weights) != 1 or {each.value for each in formats} == {"bf16"}:
+            return get(cache, backend, weights, formats, quantize)
+        current = weights[0].detach().clone()
+        weights[0].data.copy_(current.roll(1, 0))  # rows of another expert stand for it
+        pair = get(cache, backend, weights, formats, quantize)
+        weights[0].data.copy_(current)
+        return pair
+
+    WeightCache.get = swapped  # type: ignore[method-assign]
+
+
+def _stock_rows(site: Site) -> None:
+    """Megatron's own product of a linear in bf16 leaves out the last rows."""
+    from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication as Stock
+
+    forward, chosen = Stock.forward, list[torch.Tensor]()
+    on_load(lambda named, model: chosen.append(named[f"{site.linear}.weight"]), main=False)
+
+    def faulty(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
+        y: torch.Tensor = forward(ctx, x, weight, *others)
+        if chosen and weight is chosen[0]:
+            y[-2:] = 0
+        return y
+
+    Stock.forward = staticmethod(faulty)
+
+
+def _transposed_shard(site: Site) -> None:
+    """A rank reads its shard of a weight in the order of columns."""
+
+    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
+        if site.here:
+            weight = named[f"{site.linear}.weight"].data
+            weight.copy_(weight.t().reshape(weight.shape).clone())
+
+    on_load(change, main=False)
+
+
+def _stale_norm(site: Site) -> None:
+    """The gathered weight of a norm is that of an earlier step."""
+
+    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
+        if site.here:
+            named[f"{site.linear}.weight"].data.mul_(0.97)
+
+    on_load(change, main=False)
+
+
+def _added_twice(site: Site) -> None:
+    """The output of a row-parallel linear is summed over ranks twice."""
+    runs = _while_module_runs(site)
+
+    def twice(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            work = collective(tensor, *arguments, **options)
+            return collective(tensor, *arguments, **options) if runs() else work
+
+        return reduce
+
+    _replace_collective("all_reduce", twice)
+
+
+def _broken_attention(site: Site) -> None:
+    """Attention leaves out the last head, in any format."""
+
+    def cut(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        output[..., -(output.shape[-1] // 8) :] = 0
+        return output
+
+    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
+        for chunk in model:
+            for name, module in chunk.named_modules():
+                if name.endswith("layers.1.self_attention.core_attention"):
+                    module.register_forward_hook(cut)
+
+    on_load(change, main=False)
+
+
 # -- faults of rounding, in the reference and in kernels -------------------------------------------------------------
 def _of_spec(change: Callable[[Site, str, Any], Any]) -> Plant:
     """Return what changes how operands of a site are quantised, by all backends."""
@@ -371,6 +521,19 @@ def _e5m2(site: Site, name: str, spec: Any) -> Any:
             return super().quantizer_arguments(x, axis)
 
     return Coarse(*spec)
+
+
+def _flushed(site: Site, name: str, spec: Any) -> Any:
+    """Gradients below a hundredth of the largest one vanish."""
+    from snip_megatron.numerics.quantize.operands import OperandSpec
+
+    class Flushed(OperandSpec):
+        def quantizer_arguments(self, x: torch.Tensor, axis: int) -> Any:
+            if any(site.hits(gemm) and ROWWISE.get((gemm, "g"), False) == (axis == 1) for gemm in ("dgrad", "wgrad")):
+                x = torch.where(x.abs() < x.abs().max() / 100, torch.zeros_like(x), x)
+            return super().quantizer_arguments(x, axis)
+
+    return Flushed(*spec) if name == "g" else spec
 
 
 def _to_nearest(site: Site, name: str, spec: Any) -> Any:
@@ -693,7 +856,9 @@ class Catalogue:
         if experts:
             self._bugs_of_experts()
         self._healthy(ranks=ranks, experts=experts)
-        return self.cases
+        seen = len(self.cases)
+        self._unseen(ranks=ranks, experts=experts)
+        return self.cases[:seen] + [replace(case, unseen=True) for case in self.cases[seen:]]
 
     def _rounding(self) -> None:
         reads = ("self_attention.linear_qkv", "mlp.linear_fc1")
@@ -784,6 +949,39 @@ class Catalogue:
         self.add("noise-for-text", HEALTHY, anywhere(), _noise_for_text, gemms=())
         self.add("large-weights", HEALTHY, anywhere(), _scaled_weights(2.0), gemms=())
         self.add("nan-in-bf16", HEALTHY, anywhere(), _broken_norm, gemms=())
+
+    def _unseen(self, *, ranks: bool, experts: bool) -> None:
+        x, w, g = ("fprop", "wgrad"), ("fprop", "dgrad"), ("dgrad", "wgrad")
+        for operand, gemms in (("x", x), ("w", w)):
+            change = _scales_changed(_shift)
+            self.add("shifted-scale", BUG, self.site(), _in_quantize(change, operand), gemms=gemms)
+        self.add("nan-tile", BUG, self.site(), _in_quantize(_scales_changed(_nan_tile), "g"), gemms=g)
+        self.add("saturated", BUG, self.site(), _in_quantize(_saturated, "x"), gemms=x)
+        self.add("truncated", BUG, self.site(), _in_quantize(_truncated, "w"), gemms=w)
+        self.add("truncated", BUG, self.site(), _in_quantize(_truncated, "g"), gemms=g, base="fp8_tensor")
+        site = self.site(gemm="wgrad")
+        self.add("dropped-microbatch", BUG, site, _in_multiply(_second_dropped), microbatches=2)
+        self.add("late-read", BUG, self.site(gemm="fprop"), _in_multiply(_late_read()), microbatches=2)
+        site = self.site(gemm="fprop")
+        self.add("stock-rows", BUG, site, _stock_rows, formats={site.linear: "bf16"})
+        for gemm in ("dgrad", "wgrad"):
+            self.add("flushed", ROUNDING, self.site(gemm=gemm), _of_spec(_flushed))
+        plant = _stale_amax("w", 2.0**-4)
+        self.add("clipped-w", ROUNDING, self.site(), plant, base="fp8_tensor", gemms=w)
+        anywhere = Site("decoder", seed=self._draw.randrange(2**31))
+        self.add("broken-attention", HEALTHY, anywhere, _broken_attention, gemms=())
+        if ranks:
+            rows, columns = ("self_attention.linear_proj", "mlp.linear_fc2"), ("mlp.linear_fc1",)
+            self.add("transposed-shard", BUG, self.site(rank=1), _transposed_shard, layout="tp", gemms=())
+            self.add("added-twice", BUG, self.site(rows), _added_twice, layout="tp", gemms=())
+            norm = Site(_norm_of(self.site(columns).linear).removesuffix(".weight"), rank=1)
+            self.add("stale-norm", BUG, norm, _stale_norm, layout="dp", gemms=())
+        if experts:
+            layer, expert = self._draw.randrange(1, self.expert_layers), self._draw.randrange(self.experts - 1)
+            name = f"decoder.layers.{layer}.mlp.experts"
+            linears = (f"{name}.linear_fc1", f"{name}.linear_fc2")
+            site = Site(name, expert=expert)
+            self.add("swapped-experts", BUG, site, _swapped_experts, layout="experts", gemms=w, linears=linears)
 
 
 def _pattern(site: Site) -> str:
