@@ -115,9 +115,10 @@ def test_a_rank_without_triton_ends_the_start(warm: WarmRanks, tmp_path: Path) -
 
 
 def test_a_library_that_one_rank_lacks_is_switched_off_on_all(warm: WarmRanks, tmp_path: Path) -> None:
-    """The second rank of a node does not run git, which would read a shared file system."""
+    """The second rank of a node does not run git, which would read a shared file system. Its paths are others."""
     snip = (*SNIP, "--snip-budget", "fp4=0.75", "--snip-dir", "run")
     unlike = "all:hopper=DeepGEMM\n1:hopper=cuBLASLt\n1:broken=snip_megatron.runtime.agreement:commit"
+    unlike += "\n1:argument=--snip-dir elsewhere --tensorboard-dir logs"  # paths may differ
     process = warm.succeed(
         2, tiny_llama_args(*snip, iters=3), tmp=tmp_path, module="unlike_pretrain", env={"UNLIKE": unlike}
     )

@@ -97,6 +97,19 @@ def test_a_probe_without_memory_takes_half_of_its_sequences_next_time(warm: Warm
     assert probes == [(FIRST + LAG, 2 * 64), (FIRST + INTERVAL, 2 * 64)]
 
 
+def test_statistics_that_overflow_in_fp16_are_measured_again_a_lag_later(warm: WarmRanks, tmp_path: Path) -> None:
+    """While Megatron lowers the scale of the loss, at a step in fp16. The next update would be 1,000 steps later."""
+    snip = [each if each != str(INTERVAL) else "1000" for each in SNIP]
+    fp16 = ["--fp16", "--initial-loss-scale", "1.6e7", "--hysteresis", "1"]
+    args = tiny_llama_args(*fp16, *snip, "--num-layers", "2", "--snip-dir", str(tmp_path / "run"), iters=10)
+    warm.succeed(1, args, tmp=tmp_path)
+    events = list(read_events(tmp_path / "run"))
+    tries = [e["step"] for e in events if e["event"] in ("dropped", "submit")]
+    assert len(tries) > 1
+    assert [e["reason"].partition(":")[0] for e in events if e["event"] == "dropped"] == ["not finite"] * len(tries[1:])
+    assert tries == [*range(FIRST, FIRST + LAG * len(tries), LAG)]
+
+
 def test_a_failure_where_other_ranks_wait_ends_the_job_in_one_line(warm: WarmRanks, tmp_path: Path) -> None:
     """In the loss of the last pipeline stage: the first stage waits for its gradient."""
     args = tiny_llama_args("--pipeline-model-parallel-size", "2", *SNIP, "--snip-dir", str(tmp_path / "run"), iters=8)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.numerics.products.backend import REFERENCE, assemble, flatten
-from snip_megatron.numerics.products.grouped import GroupLoop
+from snip_megatron.numerics.products.grouped import GroupLoop, group_rows
 from snip_megatron.numerics.products.grouped_hopper import HopperGroups, stacked
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm
@@ -77,3 +77,10 @@ def test_only_matrices_that_follow_each_other_are_one_tensor() -> None:
     assert torch.equal(found, whole)
     for others in ([whole[1], whole[0]], [whole[0], whole[2]], [whole[0], whole[1].clone()]):
         assert stacked(others) is None
+
+
+def test_rows_in_memory_are_bounded() -> None:
+    """The rows of experts differ from step to step."""
+    for rows in range(100):
+        group_rows((rows, 1), torch.device("cpu"))
+    assert group_rows.cache_info().currsize < 100
