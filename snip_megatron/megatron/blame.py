@@ -10,7 +10,7 @@ import functools
 import hashlib
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -102,6 +102,9 @@ def run_blame(
     checkpoint = Checkpoint(str(args.load), call.step) if call.step else None
     remedies = RemedyWriter(config, args, registry.rows, getattr(args, "snip_host_recipe", None))
     weights = Weights(call.step, weights_digest(call.model))
+    if checkpoint is not None:
+        for line in on_rank_zero(lambda: list(moved_data(args))) or ():
+            say(line)
     for iteration in blamed_steps(config):
         skipped = iteration - 1 - call.step
         if skipped < 0 or (skipped and checkpoint is None):
@@ -117,6 +120,29 @@ def run_blame(
     if dist.is_initialized():
         dist.barrier()
     raise SystemExit(0)
+
+
+_DATA_ARGUMENTS = ("data_path", "train_data_path", "split", "seed", "seq_length", "global_batch_size")
+"""Megatron's arguments that decide which samples a step reads."""
+
+
+def moved_data(args: argparse.Namespace) -> Iterator[str]:
+    """Yield a line for each sign that the job reads other samples than the one that saved the checkpoint."""
+    found = compat.checkpoint_arguments(args)
+    if found is None:
+        return
+    saved, saved_at = found
+    for name in _DATA_ARGUMENTS:
+        before, now = getattr(saved, name, None), getattr(args, name, None)
+        if before != now:
+            yield (
+                f"data that moved: --{name.replace('_', '-')} was {before} when the checkpoint was saved, and is {now}:"
+                " the microbatches may be others"
+            )
+    for prefix in [*(args.data_path or ()), *(args.train_data_path or ())]:
+        path = Path(f"{prefix}.bin")
+        if path.is_file() and path.stat().st_mtime > saved_at:
+            yield f"data that moved: {path} was written after the checkpoint: the microbatches may be others"
 
 
 def guard_blame(

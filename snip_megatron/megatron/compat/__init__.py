@@ -10,7 +10,7 @@ from snip_megatron.megatron.compat.batches import (
     kept_microbatches,
     repeated,
 )
-from snip_megatron.megatron.compat.checkpoints import checkpoint_has, state_beside_model
+from snip_megatron.megatron.compat.checkpoints import checkpoint_arguments, checkpoint_has, state_beside_model
 from snip_megatron.megatron.compat.gradients import (
     check_gradient_reduction,
     check_reduced_models,

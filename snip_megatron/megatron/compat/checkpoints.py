@@ -133,6 +133,19 @@ def checkpoint_has(args: argparse.Namespace, key: str) -> bool:
     return any(name.partition("/")[0] == key for name in names)  # torch_dist adds the number of the part
 
 
+def checkpoint_arguments(args: argparse.Namespace) -> tuple[argparse.Namespace, float] | None:
+    """Return the arguments of the job that saved the checkpoint to load, and when it did, in seconds since 1970.
+
+    None unless its format is ``torch_dist``.
+    """
+    directory = _checkpoint_directory(args)
+    path = None if directory is None else directory / "common.pt"
+    if path is None or not path.is_file():
+        return None
+    saved = torch.load(path, map_location="cpu", weights_only=False).get("args")
+    return None if saved is None else (saved, path.stat().st_mtime)
+
+
 def _checkpoint_directory(args: argparse.Namespace) -> Path | None:
     """Return the folder of the iteration to load. Megatron's own lookup is a collective, this one is not.
 
