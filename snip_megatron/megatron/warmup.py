@@ -32,8 +32,8 @@ from snip_megatron.runtime.agreement import agree_about_deepgemm
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.run_data import replayed_maps
+from snip_megatron.sensitivity.recorder import warm_up_recording
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.sensitivity.update_error import warm_up_recording
 
 if TYPE_CHECKING:
     from snip_megatron.numerics.quantize.kernels.compiler import Compilation

@@ -8,7 +8,7 @@ without recompute, under every pipeline schedule. Sums are float64 and local to 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from snip_megatron.layers.context import WHOLE_TENSOR, LinearHandle
+from snip_megatron.layers.warm_up import WarmUpLinear
 from snip_megatron.numerics.products.backend import unrounded
 from snip_megatron.numerics.quantize.formats import resolve
 from snip_megatron.numerics.quantize.operands import OperandSpec
@@ -396,3 +397,17 @@ class Boundary:
         if self.shard.reports:
             value = sum_squares(tensor) * self.weight
             self.sums[column] = self.sums[column] + value if column in self.sums else value
+
+
+# -- warm-up -----------------------------------------------------------------------------------------------------------
+def warm_up_recording(linear: WarmUpLinear, formats: Sequence[str], sample_tokens: int) -> None:
+    """Run the passes of a probe of ``formats`` over two microbatches."""
+    recorder = LinearRecorder(linear.handle, tuple(formats), sample_tokens)
+    d = torch.zeros_like(linear.x)
+    for phase in Pass:
+        recorder.start(phase)
+        for _ in range(2):
+            recorder.on_backward(linear.x, linear.handle.weight.detach(), linear.g, d, d)
+    for dtype in {linear.x.dtype, torch.float32}:
+        for size in (1024, 1025):  # Triton compiles different kernels for multiples of 16 and other lengths
+            sum_squares(torch.zeros(size, dtype=dtype, device=linear.x.device))

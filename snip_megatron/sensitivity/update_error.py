@@ -7,17 +7,14 @@ an error. Signs are random and belong to the global element, so that every shard
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from snip_megatron.layers.warm_up import WarmUpLinear
 from snip_megatron.numerics.quantize.rounding import MASK32, ROW_STEP, derive_seed, mix32
 from snip_megatron.sensitivity import quantization_error
-from snip_megatron.sensitivity.recorder import LinearRecorder, Pass
-from snip_megatron.sensitivity.sums import sum_squares
+from snip_megatron.sensitivity.recorder import LinearRecorder
 from snip_megatron.sensitivity.table import RHO_GRID
 from snip_megatron.sensitivity.updates import AdamWState, gradient_of_a_step
 
@@ -44,45 +41,6 @@ def _mixed(seed: int, ids: Tensor) -> Tensor:
 
 # -- errors of given sizes -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class ErrorSizes:
-    """Sizes of the errors of a gradient [N, K], as float64 factors of rows and columns.
-
-    Attributes:
-        seed: seed of the signs.
-        rows, cols: global ids [N], [K], to which the signs belong.
-        unit_rows, unit_cols: [N], [K]. The error of element (n, k) at ρ = 1 is unit_rows[n]·unit_cols[k].
-        var_rows, var_cols: [1 + F, N], [1 + F, K]. The error of candidate f has the variance var_rows[f]·var_cols[0] +
-            var_rows[0]·var_cols[f]. None if there are no candidates.
-    """
-
-    seed: int
-    rows: Tensor
-    cols: Tensor
-    unit_rows: Tensor
-    unit_cols: Tensor
-    var_rows: Tensor | None = None
-    var_cols: Tensor | None = None
-
-    @property
-    def candidates(self) -> int:
-        return 0 if self.var_rows is None else len(self.var_rows) - 1
-
-    def factors(self, device: torch.device) -> list[Tensor]:
-        """Return the four factors in FP32, of columns at most 1, which keeps products in the range of FP32.
-
-        Those of candidates are empty if there are none.
-        """
-        factors = []
-        for rows, cols in ((self.unit_rows, self.unit_cols), (self.var_rows, self.var_cols)):
-            if rows is None or cols is None:
-                factors += [torch.empty(0, dtype=torch.float32, device=device)] * 2
-                continue
-            largest = cols.amax().clamp(min=torch.finfo(torch.float64).tiny)
-            factors += [(rows * largest).float().contiguous(), (cols / largest).float().contiguous()]
-        return factors
-
-
-@dataclass(frozen=True)
 class StepScale:
     """Factors that bring the sums of a probe of ``tokens`` to the gradient that the optimizer sees in a training step.
 
@@ -100,42 +58,60 @@ class StepScale:
         return self.tokens / self.tokens_per_step
 
 
-def _error_sums(gradient: Tensor, state: AdamWState, sizes: ErrorSizes, scale: StepScale) -> tuple[Tensor, Tensor]:
+Factors = tuple[Tensor, Tensor]
+"""Factors of the rows and of the columns of a matrix, whose outer product it is."""
+
+
+def _error_sums(
+    gradient: Tensor,
+    state: AdamWState,
+    scale: StepScale,
+    seed: int,
+    ids: tuple[Tensor, Tensor],
+    unit: Factors,
+    variances: Factors | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return Σ (u(g + δ) − u(g))² over this rank's elements, at each ρ of the grid and of each candidate, float64.
 
-    ``gradient`` is the local main gradient in recorded units, any shape.
+    Args:
+        gradient: the local main gradient in recorded units, any shape.
+        state: the optimizer's update of this rank's elements.
+        scale: scales of the gradient.
+        seed: seed of the signs.
+        ids: global ids of rows [N] and columns [K], to which the signs belong.
+        unit: float64 factors [N], [K]. Their product is the size of an element's error at ρ = 1.
+        variances: float64 factors [1 + F, N], [1 + F, K]. The error of candidate f has the variance
+            rows[f]·cols[0] + rows[0]·cols[f]. None if there are no candidates.
     """
     device, flat = gradient.device, gradient.reshape(-1)
-    sizes = replace(sizes, rows=sizes.rows.to(device), cols=sizes.cols.to(device))
+    rows, cols = (each.to(device) for each in ids)
+    unit_rows, unit_cols = _in_fp32(unit)
+    var_rows, var_cols = (flat.new_empty(1, 0),) * 2 if variances is None else _in_fp32(variances)
     drift2 = torch.zeros(len(RHO_GRID), dtype=torch.float64, device=device)
-    candidates = torch.zeros(sizes.candidates, dtype=torch.float64, device=device)
+    candidates = torch.zeros(len(var_rows) - 1, dtype=torch.float64, device=device)
     for start in range(state.start, state.end, _ELEMENTS):
         part = state.part(start, min(start + _ELEMENTS, state.end))
-        sums = _sums_of_part(flat[part.start : part.end], part, sizes, scale)
-        drift2 += sums[0]
-        candidates += sums[1]
+        own = slice(part.start // len(cols), -(-part.end // len(cols)))  # the rows that hold the part
+        first = own.start * len(cols)
+
+        def of_part(matrix: Tensor, begin: int = part.start - first, end: int = part.end - first) -> Tensor:
+            return matrix.view(-1)[begin:end]
+
+        z = of_part(error_signs(seed, rows[own], cols))
+        g = flat[part.start : part.end].float() * (scale.gradient * scale.clip)
+        g = gradient_of_a_step(g, part, scale.variance**0.5)
+        drift2 += part.squared_error(g, of_part(torch.outer(unit_rows[own], unit_cols)) * z, RHO_GRID.tolist())
+        for f in range(1, len(var_rows)):
+            variance = torch.outer(var_rows[f, own], var_cols[0]) + torch.outer(var_rows[0, own], var_cols[f])
+            candidates[f - 1] += part.squared_error(g, of_part(variance).sqrt() * z, [1.0])[0]
     return drift2, candidates
 
 
-def _sums_of_part(gradient: Tensor, state: AdamWState, sizes: ErrorSizes, scale: StepScale) -> tuple[Tensor, Tensor]:
-    """Return the sums of :func:`_error_sums` over the elements of ``state``, whose gradient is ``gradient``."""
-    width = len(sizes.cols)
-    rows = slice(state.start // width, -(-state.end // width))
-    first = rows.start * width
-    elements = slice(state.start - first, state.end - first)
-    unit_rows, unit_cols, var_rows, var_cols = sizes.factors(gradient.device)
-
-    def product(row_factor: Tensor, col_factor: Tensor) -> Tensor:
-        return torch.outer(row_factor[rows], col_factor).view(-1)[elements]
-
-    z = error_signs(sizes.seed, sizes.rows[rows], sizes.cols).view(-1)[elements]
-    g = gradient_of_a_step(gradient.float() * (scale.gradient * scale.clip), state, scale.variance**0.5)
-    drift2 = state.squared_error(g, product(unit_rows, unit_cols) * z, RHO_GRID.tolist())
-    candidates = []
-    for f in range(1, 1 + sizes.candidates):
-        variance = product(var_rows[f], var_cols[0]) + product(var_rows[0], var_cols[f])
-        candidates.append(state.squared_error(g, variance.sqrt() * z, [1.0]))
-    return drift2, torch.cat(candidates) if candidates else drift2[:0]
+def _in_fp32(factors: Factors) -> Factors:
+    """Return factors in FP32, those of columns at most 1, which keeps products in the range of FP32."""
+    rows, cols = factors
+    largest = cols.amax().clamp(min=torch.finfo(torch.float64).tiny)
+    return (rows * largest).float(), (cols / largest).float()
 
 
 # -- linears and other parameters ------------------------------------------------------------------------------
@@ -167,16 +143,11 @@ def linear_update_error(
     # The outer product of column norms gives the relative sizes; it is scaled to the norm Σ_t ‖G_t‖²‖X_t‖².
     rescale = s2 * tokens / (g2 * x2) if g2 > 0 and x2 > 0 else 0.0
     power = scale.gradient**2 * scale.variance / tokens * scale.clip**2
-    sizes = ErrorSizes(
-        seed=seed,
-        rows=recorder.handle.out_features,
-        cols=recorder.handle.in_features,
-        unit_rows=(recorder.g_cols * (power * rescale)).sqrt(),
-        unit_cols=recorder.x_cols.sqrt(),
-        var_rows=torch.cat([recorder.g_cols[None], recorder.dg_cols]) * power,
-        var_cols=torch.cat([recorder.x_cols[None], recorder.dx_cols]),
-    )
-    return _error_sums(gradient, state, sizes, scale)
+    ids = recorder.handle.out_features, recorder.handle.in_features
+    unit = (recorder.g_cols * (power * rescale)).sqrt(), recorder.x_cols.sqrt()
+    of_rows = torch.cat([recorder.g_cols[None], recorder.dg_cols]) * power
+    of_cols = torch.cat([recorder.x_cols[None], recorder.dx_cols])
+    return _error_sums(gradient, state, scale, seed, ids, unit, (of_rows, of_cols))
 
 
 def sink_update_error(gradient: Tensor, state: AdamWState, scale: StepScale, *, seed: int, first_row: int) -> Tensor:
@@ -196,22 +167,5 @@ def sink_update_error(gradient: Tensor, state: AdamWState, scale: StepScale, *, 
     rms = (row_squares / matrix.shape[1]).sqrt().float() * abs(scale.gradient) * scale.variance**0.5
     rows = torch.arange(first_row, first_row + matrix.shape[0], device=gradient.device)
     cols = torch.arange(matrix.shape[1], device=gradient.device)
-    sizes = ErrorSizes(seed, rows, cols, rms.double() * scale.clip, torch.ones_like(cols, dtype=torch.float64))
-    return _error_sums(gradient, state, sizes, scale)[0]
-
-
-# -- warm-up ---------------------------------------------------------------------------------------------------
-
-
-def warm_up_recording(linear: WarmUpLinear, formats: Sequence[str], sample_tokens: int) -> LinearRecorder:
-    """Run the passes of a probe of ``formats`` over two microbatches. Return the recorder with all of its sums."""
-    recorder = LinearRecorder(linear.handle, tuple(formats), sample_tokens)
-    d = torch.zeros_like(linear.x)
-    for phase in Pass:
-        recorder.start(phase)
-        for _ in range(2):
-            recorder.on_backward(linear.x, linear.handle.weight.detach(), linear.g, d, d)
-    for dtype in {linear.x.dtype, torch.float32}:
-        for size in (1024, 1025):  # Triton compiles different kernels for multiples of 16 and other lengths
-            sum_squares(torch.zeros(size, dtype=dtype, device=linear.x.device))
-    return recorder
+    unit = rms.double() * scale.clip, torch.ones_like(cols, dtype=torch.float64)
+    return _error_sums(gradient, state, scale, seed, (rows, cols), unit)[0]
