@@ -193,7 +193,12 @@ class _Call:
         watch = self.watch
         handles, module = watch.handles, watch.module
         x_scales, w_scales = watch.forward_scales()
-        x = _normalized(module, self.input) if hasattr(module, "layer_norm_weight") else self.input
+        x = self.input
+        if hasattr(module, "layer_norm_weight"):
+            # Delayed scaling knows the scale before the norm, whose kernel then casts to FP8 without a step in bf16.
+            formats = watch.watcher.formats_of(handles[0])
+            is_fused = watch.recipe is not None and watch.recipe.name == "delayed" and Format.BF16 not in formats
+            x = _normalized(module, x, exact=is_fused)
         for index, (handle, part) in enumerate(zip(handles, self._parts(x), strict=True)):
             scales = {"x": x_scales[index], "w": w_scales[index]}
             self.products.append(_ModuleProduct(watch, handle, part, scales))
@@ -308,11 +313,11 @@ class _ModuleProduct(Product):
         return [(self.g, OperandSpec(None, wgrad), 0), (self.x(), OperandSpec(None, wgrad), 0)]
 
 
-def _normalized(module: Any, x: Tensor) -> Tensor:
+def _normalized(module: Any, x: Tensor, *, exact: bool) -> Tensor:
     from snip_megatron.megatron.compat.transformer_engine import normalized  # which needs Transformer Engine
 
     with torch.no_grad():
-        return normalized(module, x)
+        return normalized(module, x, exact=exact)
 
 
 def _norm_gradient(module: Any, x: Tensor, d: Tensor) -> Tensor:

@@ -85,7 +85,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         return (y, self.bias) if self.te_return_bias else y
 
     monkeypatch.setattr(te.Linear, "forward", linear)
-    monkeypatch.setattr(te.LayerNormLinear, "forward", lambda self, x, **_: linear(self, normalized(self, x)))
+    def norm_linear(self: Any, x: Tensor, **_: Any) -> Any:
+        is_delayed = "scaling_fwd" in self.fp8_meta  # then a fused kernel casts the norm to FP8 without a step in bf16
+        x = normalized(self, x, exact=is_delayed)
+        y = StandIn.apply(x, self.weight, self)
+        return (y, self.bias) if self.te_return_bias else y
+
+    monkeypatch.setattr(te.LayerNormLinear, "forward", norm_linear)
 
 
 def model(*, fused: bool) -> tuple[Any, LinearRegistry]:
@@ -155,7 +161,9 @@ def test_delayed_scales_come_from_the_checkpoint_in_every_pass() -> None:
     chunk, registry = model(fused=True)
     with_history(registry, 64.0)
     job = host_job(HostRecipe("delayed", hybrid=True), ARGUMENTS, registry)
-    assert checked(chunk, registry, job).first is None
+    check = checked(chunk, registry, job)
+    assert check.first is None
+    assert min(check.sqnr.values()) > 40
     with_history(registry, 1.0)  # as later steps would leave it
     fc1 = chunk.decoder.layers[0].mlp.linear_fc1
     job.numerics.start_pass()

@@ -60,18 +60,20 @@ def forward_under(
         return forward(*arguments)
 
 
-def normalized(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return the norm of x [..., K] that a ``LayerNormLinear`` takes before its GEMM, in x's dtype.
+def normalized(linear: Any, x: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
+    """Return the norm of x [..., K] that a ``LayerNormLinear`` takes before its GEMM, in x's dtype, or in FP32.
 
-    Transformer Engine has no kernels for a CPU. There torch computes the norm, in FP32.
+    Transformer Engine has no kernels for a CPU. There, and for an exact norm, torch computes it in FP32.
     """
-    if x.is_cuda:
+    if x.is_cuda and not exact:
         y: torch.Tensor = _Norm.apply(x, linear.layer_norm_weight, linear.layer_norm_bias, linear)  # type: ignore[no-untyped-call]
         return y
     gamma = linear.layer_norm_weight.float() + float(linear.zero_centered_gamma)
     if linear.normalization == "RMSNorm":
-        return functional.rms_norm(x.float(), gamma.shape, gamma, linear.eps).to(x.dtype)
-    return functional.layer_norm(x.float(), gamma.shape, gamma, linear.layer_norm_bias.float(), linear.eps).to(x.dtype)
+        y = functional.rms_norm(x.float(), gamma.shape, gamma, linear.eps)
+    else:
+        y = functional.layer_norm(x.float(), gamma.shape, gamma, linear.layer_norm_bias.float(), linear.eps)
+    return y if exact else y.to(x.dtype)
 
 
 class _Norm(torch.autograd.Function):
