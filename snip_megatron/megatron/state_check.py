@@ -38,11 +38,10 @@ def state_checked(
     model: Sequence[torch.nn.Module], optimizer: Any, registry: LinearRegistry, groups: ProbeGroups, check: KernelCheck
 ) -> Iterator[None]:
     """Check parameters at once, and reductions and rows of experts in the passes inside this context. Collective."""
-    if not registry.context.fsdp_sharded:
-        parameters = _named(model)
-        for order, (name, parameter) in enumerate(parameters):
-            _check_cast(optimizer, name, parameter, order, check)
-        _check_replicas(parameters, groups, check)
+    parameters = _named(model)
+    for order, (name, parameter) in enumerate(parameters):
+        _check_cast(optimizer, name, parameter, order, check)
+    _check_replicas(parameters, groups, check)
     with ExitStack() as stack:
         for handle in registry:
             if handle.parallel == "row" and handle.tp_group is not None and handle.expert is None:

@@ -85,6 +85,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         return (y, self.bias) if self.te_return_bias else y
 
     monkeypatch.setattr(te.Linear, "forward", linear)
+
     def norm_linear(self: Any, x: Tensor, **_: Any) -> Any:
         is_delayed = "scaling_fwd" in self.fp8_meta  # then a fused kernel casts the norm to FP8 without a step in bf16
         x = normalized(self, x, exact=is_delayed)
