@@ -31,8 +31,7 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host, ProbeResult
 from snip_megatron.sensitivity.table import StatisticsTable
-from snip_megatron.sensitivity.update_error import StepScale
-from snip_megatron.sensitivity.updates import AdamWState
+from snip_megatron.sensitivity.update_error import AdamWState, StepScale
 
 _SCALE = "main_loss_backward_scale"
 Outputs = tuple[torch.Tensor, Callable[..., Any]]

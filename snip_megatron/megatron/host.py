@@ -23,7 +23,7 @@ from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, StreamRea
 from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups
 from snip_megatron.sensitivity.table import SinkRow
-from snip_megatron.sensitivity.updates import AdamWState
+from snip_megatron.sensitivity.update_error import AdamWState
 
 _EMBEDDING, _FINAL_NORM = "word_embeddings", "final_layernorm"
 

@@ -19,8 +19,7 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups
 from snip_megatron.sensitivity.table import SinkRow, StatisticsTable
-from snip_megatron.sensitivity.update_error import StepScale
-from snip_megatron.sensitivity.updates import AdamWState
+from snip_megatron.sensitivity.update_error import AdamWState, StepScale
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """Returns the tensor that replaces its argument."""

@@ -50,8 +50,7 @@ from snip_megatron.sensitivity.reduction import (
     reduce_loss_effects,
 )
 from snip_megatron.sensitivity.sums import sum_squares
-from snip_megatron.sensitivity.update_error import StepScale, linear_update_error, sink_update_error
-from snip_megatron.sensitivity.updates import AdamWState
+from snip_megatron.sensitivity.update_error import AdamWState, StepScale, linear_update_error, sink_update_error
 
 _NOISE_SIZE = 0.03
 _SIGNS, _NOISE = 1, 2  # streams of random numbers derived from --snip-seed

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from snip_megatron.megatron.compat.sharding import local_part, shard_range
 from snip_megatron.megatron.compat.versions import check_signature
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.sensitivity.updates import AdamWState
+from snip_megatron.sensitivity.update_error import AdamWState
 
 check_signature(DistributedOptimizer._get_main_param_and_optimizer_states, "self", "model_param")
 check_signature(DistributedOptimizer._get_model_param_range_map, "self", "param")

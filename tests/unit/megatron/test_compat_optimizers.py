@@ -9,7 +9,7 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from snip_megatron.megatron import compat
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.sensitivity.updates import AdamWState, gradient_of_a_step
+from snip_megatron.sensitivity.update_error import AdamWState, gradient_of_a_step
 
 LR, N, K = 1e-2, 12, 20
 SCALES = [1e-4, 1e-2, 0.3, 1.0, 10.0]

@@ -9,8 +9,14 @@ from handles import handle_of
 from snip_megatron.sensitivity import update_error
 from snip_megatron.sensitivity.recorder import LinearRecorder
 from snip_megatron.sensitivity.table import RHO_GRID
-from snip_megatron.sensitivity.update_error import StepScale, error_signs, linear_update_error, sink_update_error
-from snip_megatron.sensitivity.updates import AdamWState, gradient_of_a_step
+from snip_megatron.sensitivity.update_error import (
+    AdamWState,
+    StepScale,
+    error_signs,
+    gradient_of_a_step,
+    linear_update_error,
+    sink_update_error,
+)
 
 SIGN_ROWS, SIGN_COLS = torch.arange(1024), torch.arange(768)
 
