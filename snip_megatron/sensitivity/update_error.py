@@ -61,9 +61,9 @@ class AdamWState:
         )
 
     def part(self, start: int, end: int) -> AdamWState:
-        """Return the state of the elements [start, end), a part of its own."""
-        own = slice(start - self.start, end - self.start)
-        return replace(self, start=start, end=end, exp_avg=self.exp_avg[own], exp_avg_sq=self.exp_avg_sq[own])
+        """Return the state of the elements [start, end), which must be a part of this state's."""
+        place = slice(start - self.start, end - self.start)
+        return replace(self, start=start, end=end, exp_avg=self.exp_avg[place], exp_avg_sq=self.exp_avg_sq[place])
 
     def direction(self, g: torch.Tensor) -> torch.Tensor:
         """Return u(g) = m̂ / (√v̂ + ε) of the next step. Weight decay is left out: an error of g does not change it."""
@@ -168,18 +168,20 @@ def _error_sums(
     candidates = torch.zeros(len(var_rows) - 1, dtype=torch.float64, device=device)
     for start in range(state.start, state.end, _ELEMENTS):
         part = state.part(start, min(start + _ELEMENTS, state.end))
-        own = slice(part.start // len(cols), -(-part.end // len(cols)))  # the rows that hold the part
-        first = own.start * len(cols)
+        part_rows = slice(part.start // len(cols), -(-part.end // len(cols)))
+        first = part_rows.start * len(cols)
 
         def of_part(matrix: Tensor, begin: int = part.start - first, end: int = part.end - first) -> Tensor:
             return matrix.view(-1)[begin:end]
 
-        z = of_part(error_signs(seed, rows[own], cols))
+        z = of_part(error_signs(seed, rows[part_rows], cols))
         g = flat[part.start : part.end].float() * (scale.gradient * scale.clip)
         g = gradient_of_a_step(g, part, scale.variance**0.5)
-        drift2 += part.squared_error(g, of_part(torch.outer(unit_rows[own], unit_cols)) * z, RHO_GRID.tolist())
+        drift2 += part.squared_error(g, of_part(torch.outer(unit_rows[part_rows], unit_cols)) * z, RHO_GRID.tolist())
         for f in range(1, len(var_rows)):
-            variance = torch.outer(var_rows[f, own], var_cols[0]) + torch.outer(var_rows[0, own], var_cols[f])
+            variance = torch.outer(var_rows[f, part_rows], var_cols[0]) + torch.outer(
+                var_rows[0, part_rows], var_cols[f]
+            )
             candidates[f - 1] += part.squared_error(g, of_part(variance).sqrt() * z, [1.0])[0]
     return drift2, candidates
 
