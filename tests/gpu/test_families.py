@@ -8,6 +8,7 @@ tokens behind computation, with delayed wgrads and with CUDA graphs. Only the tr
 """
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -77,6 +78,9 @@ FAMILIES = {
     " --optimizer-offload-fraction 0.5",
 }
 """Megatron's arguments on one GPU."""
+if not importlib.metadata.version("megatron-core").startswith("0.19"):
+    FAMILIES["grouped_tensors"] = f"{FAMILIES['experts']} --moe-use-grouped-tensor"
+    FAMILIES["grouped_weights"] = f"{FAMILIES['grouped_tensors']} --moe-single-grouped-weight"
 ON_TWO = {
     "experts_ep2": f"{FAMILIES['experts']} --expert-model-parallel-size 2",
     "tensor": f"{FAMILIES['dense']} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
@@ -169,6 +173,7 @@ class Family:
             paths.insert(0, REPOSITORY / "benchmarks/jobs/stand_ins")
         # Megatron demands Transformer Engine's older code of its fine-grained offloading alone. It is read at import.
         environment = {"TRACE": str(run), "NVTE_CPU_OFFLOAD_V1": str(int(offload))}
+        environment["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"  # --moe-single-grouped-weight needs it too
         began = time.monotonic()
         codes = run_ranks(
             self._ranks, "graphed_pretrain", arguments, folder=run, environment=environment, timeout=420, paths=paths,
