@@ -37,7 +37,7 @@ from snip_megatron.runtime.exchange import MapChannel
 from snip_megatron.runtime.guard import Alarm
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.storage import write_atomically
-from snip_megatron.sensitivity.blame import Blame, Checkpoint, Weights
+from snip_megatron.sensitivity.blame import UNFINISHED, Blame, Checkpoint, Weights
 
 
 def prepare_blame(config: SnipConfig, args: argparse.Namespace) -> None:
@@ -115,7 +115,8 @@ def run_blame(
         step = step_of(dataclasses.replace(call, step=iteration - 1))
         step.first = skipped * call.num_microbatches
         state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
-        blame = blame_step(job, host, registry, step, Place(iteration, checkpoint, folder, weights), state)
+        place = Place(iteration, checkpoint, folder, weights)
+        blame = _of_broken_weights(call, job, place) or blame_step(job, host, registry, step, place, state)
         on_rank_zero(lambda blame=blame: publish(remedies.write(blame, job.formats, folder), folder))  # type: ignore[misc]
     if dist.is_initialized():
         dist.barrier()
@@ -175,9 +176,9 @@ def guard_blame(
     job = snip_job(failed, registry)
     state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
     weights = Weights(call.step, weights_digest(call.model))
-    blame = blame_step(
-        job, host, registry, step_of(readable), Place(readable.step + 1, None, root, weights), state,
-        seconds=config.guard_blame_seconds, microbatches=count,
+    place = Place(readable.step + 1, None, root, weights)
+    blame = _of_broken_weights(call, job, place) or blame_step(
+        job, host, registry, step_of(readable), place, state, seconds=config.guard_blame_seconds, microbatches=count,
     )  # fmt: skip
     remedies = RemedyWriter(config, args, registry.rows)
     on_rank_zero(lambda: publish(remedies.write(blame, failed, root), root))
@@ -203,6 +204,28 @@ def _on_all_ranks(host: Host, make: Callable[[], StepCall]) -> StepCall | None:
     failed = torch.tensor(int(made is None), device=host.device)
     dist.all_reduce(failed)
     return None if failed.item() else made
+
+
+def broken_weights(model: Sequence[torch.nn.Module]) -> str | None:
+    """Return the name of a parameter of some rank that is not finite. None if all are. Collective."""
+    compat.gather_parameters(model)
+    named = [pair for chunk in model for pair in chunk.named_parameters()]
+    sums = torch.stack([getattr(each, "_local_tensor", each).detach().sum(dtype=torch.float64) for _, each in named])
+    broken = torch.nonzero(~torch.isfinite(sums)).flatten().tolist()
+    names: list[str | None] = [named[broken[0]][0] if broken else None]
+    if dist.is_initialized():
+        local, names = names[0], names * dist.get_world_size()
+        dist.all_gather_object(names, local)
+    return next((name for name in names if name is not None), None)
+
+
+def _of_broken_weights(call: StepCall, job: Job, place: Place) -> Blame | None:
+    """Return that no verdict is possible on weights that are not finite. None if they are. Collective."""
+    name = broken_weights(call.model)
+    if name is None:
+        return None
+    reason = f"after step {call.step} the weights are not finite ({name}): load a checkpoint from before"
+    return Blame(place.step, place.checkpoint, job.kind, job.description, UNFINISHED, reason, {}, weights=place.weights)
 
 
 _CHUNK = 2**24  # elements of a parameter that are read at a time

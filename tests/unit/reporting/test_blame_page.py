@@ -10,6 +10,7 @@ from snip_megatron.sensitivity.blame import (
     BUG,
     NOT_PRECISION,
     ROUNDING,
+    UNFINISHED,
     Blame,
     Culprit,
     Fault,
@@ -73,9 +74,10 @@ def test_a_bug_shows_where_and_nothing_of_rounding() -> None:
     assert page.count(' blamed"') == 1
 
 
-@pytest.mark.parametrize("verdict", [BUG, ROUNDING, NOT_PRECISION])
+@pytest.mark.parametrize("verdict", [BUG, ROUNDING, NOT_PRECISION, UNFINISHED])
 def test_a_page_has_no_script_and_nothing_from_elsewhere(verdict: str, tmp_path: Path) -> None:
-    write_blame_page(replace(blamed(verdict), harm=()), tmp_path / "page.html")
+    passes = {} if verdict == UNFINISHED else blamed(verdict).passes
+    write_blame_page(replace(blamed(verdict), harm=(), passes=passes), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "<script" not in page
     assert "http:" not in page and "https:" not in page  # noqa: PT018

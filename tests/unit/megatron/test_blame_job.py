@@ -1,4 +1,4 @@
-"""Signs that a blamed job reads other samples than the one that saved its checkpoint."""
+"""What a blamed job says about its weights and data before any pass."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from llama_arguments import arguments
 
-from snip_megatron.megatron.blame import moved_data
+from snip_megatron.megatron.blame import broken_weights, moved_data, weights_digest
 
 
 def test_other_arguments_and_newer_files_are_named(tmp_path: Path) -> None:
@@ -29,3 +29,15 @@ def test_other_arguments_and_newer_files_are_named(tmp_path: Path) -> None:
     path, seed = moved_data(other)
     assert f"--data-path was {job.data_path} when the checkpoint was saved" in path
     assert seed.startswith("data that moved: --seed was ")
+
+
+def test_weights_have_a_digest_of_their_bits_and_are_finite() -> None:
+    model = [torch.nn.Linear(8, 4).bfloat16(), torch.nn.Linear(4, 4)]
+    before = weights_digest(model)
+    assert (weights_digest(model), broken_weights(model)) == (before, None)
+    with torch.no_grad():
+        model[0].weight[0, 0], model[0].weight[0, 1] = model[0].weight[0, 1].clone(), model[0].weight[0, 0].clone()
+    assert weights_digest(model) != before
+    with torch.no_grad():
+        model[1].bias[2] = torch.nan
+    assert broken_weights(model) == "bias"
