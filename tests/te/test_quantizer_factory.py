@@ -1,5 +1,6 @@
 """The factory that ``snip export --format te`` writes, loaded as Megatron does, on Transformer Engine's own classes."""
 
+import ast
 import importlib
 import itertools
 import sys
@@ -46,6 +47,9 @@ def load(folder: Path, precision_map: PrecisionMap, monkeypatch: pytest.MonkeyPa
     factory = _resolve_callable_from_python_import_path(f"{MODULE}.quantizer_factory")  # --fp8-quantizer-factory
     module = importlib.import_module(MODULE)
     assert factory is module.quantizer_factory
+    source = ast.parse(Path(str(module.__file__)).read_text())  # a file for jobs without this package
+    imports = [node for node in ast.walk(source) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not any("snip" in ast.unparse(node) for node in imports)
     return module
 
 
