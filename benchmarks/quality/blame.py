@@ -18,7 +18,9 @@ Beside it stands where other rankings have the culprit, over faults of rounding,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -67,6 +69,7 @@ _PRELOADED = (
 
 
 _forking = threading.Lock()
+_ports = itertools.count(10_000 + os.getpid() * 97 % 15_000)
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,14 @@ class Bench:
         shape = MIXTURE if model == "mixture" else MODELS[model]
         return [
             *shape.arguments(setting.sequence),
-            *("--train-iters", str(self._steps(model) + 50), "--lr", str(setting.lr), "--lr-warmup-iters", "10"),
+            *(
+                "--train-iters",
+                str(self._steps(model) * setting.batch // batch + 50),
+                "--lr",
+                str(setting.lr),
+                "--lr-warmup-iters",
+                "10",
+            ),
             *("--micro-batch-size", str(micro), "--global-batch-size", str(batch), "--clip-grad", "1.0"),
             *("--train-data-path", f"{self.data}/train", "--valid-data-path", f"{self.data}/valid"),
             *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{self.data}/tokenizer"),
@@ -200,9 +210,12 @@ def names(model: str) -> list[str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that no other case has, below those that the system gives to connections."""
+    for port in _ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def _last_line(log: Path) -> str:
