@@ -6,7 +6,6 @@ import torch
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.runtime.gemm_check import BOUND, bound_of, difference
 
-
 MEASURED = {768: 38.0, 2048: 35.0, 5632: 30.4}
 """Number of products → the least ratio of healthy fprops with one scale a tensor, measured on an H200."""
 
