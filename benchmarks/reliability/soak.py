@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from faults.campaign import Job, LostError, lines_of  # noqa: E402  adds tests/distributed
+from faults.campaign import NOT_REACHED, Job, LostError, lines_of  # noqa: E402  adds tests/distributed
 from faults.table import Case, all_cases, ends  # noqa: E402
 from launch import run_ranks  # noqa: E402
 from warm_ranks import WarmRanks  # noqa: E402
@@ -85,7 +85,8 @@ def soak(
 ) -> Body:
     """Train with faults from the update at or after a step, and replay without.
 
-    Returns what came of it; ``lost`` says what a fault has cost.
+    Returns what came of it; ``lost`` says what a fault has cost. One whose update was skipped, because the map before
+    it was late, costs nothing.
     """
     count, cases = LAYOUTS[layout][0], list(faults.values())
     started = time.perf_counter()
@@ -98,16 +99,15 @@ def soak(
         job.run()
     except LostError as error:
         return body | {"lost": str(error)}
-    if job.lost:
-        return body | {"lost": [f"{cases[index]}: {why}" for index, why in job.lost.items()]}
+    lost = [f"{cases[index]}: {why}" for index, why in job.lost.items() if why != NOT_REACHED]
     kinds = [event["event"] for event in read_events(folder / "job" / "run")]
     counts = {kind: kinds.count(kind) for kind in ("submit", "adopt", "solve_failed", "dropped", "sidecar_restart")}
     return body | {
-        "lost": None,
+        "lost": lost or None,
         "seconds": round(time.perf_counter() - started, 1),
         "events": counts,
         "faults": [
-            {"from_step": step, **case._asdict(), "outcome": job.outcomes[index]}
+            {"from_step": step, **case._asdict(), "outcome": job.outcomes.get(index, NOT_REACHED)}
             for index, (step, case) in enumerate(faults.items())
         ],
         "resources": [flatness(lines_of(folder / "job", f"resources{rank}")) for rank in range(count)],

@@ -42,6 +42,7 @@ CASES = 24  # of a training
 BY_TORCHRUN = ("recording", "adoption", "checkpoint")
 """Moments at which torchrun restarts the killed rank of one layout. Elsewhere the job is started again."""
 TRAINER, MARK = "faults.trainer", "FAULTS_JOB"
+NOT_REACHED = "its moment did not come"
 _GRACE_S = 3.0  # for the other ranks after one has ended
 
 
@@ -181,7 +182,7 @@ class Job:
         run, injected = self._folder / "run", self._injected()
         for index in range(len(self._cases)):
             if index not in injected:
-                self.lost.setdefault(index, "its moment did not come")
+                self.lost.setdefault(index, NOT_REACHED)
         if missing := set(range(self._steps)) - set(curve):
             raise LostError(f"steps missing: {sorted(missing)[:5]}")
         recorded = {record["step"] for record in read_metrics(run)}

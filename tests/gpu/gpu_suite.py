@@ -80,6 +80,14 @@ def _reason(skip: Any) -> str:
 
 
 # -- the processes -------------------------------------------------------------------------------------------------
+_BEGAN = time.monotonic()
+
+
+def say(message: str) -> None:
+    """Print a line of the timeline."""
+    print(f"{time.monotonic() - _BEGAN:5.0f} s  {message}", flush=True)
+
+
 @dataclass
 class Shard:
     """Tests that one process runs.
@@ -105,6 +113,7 @@ class Shard:
 
     def start(self, folder: Path, extra: list[str]) -> None:
         self.folder, self.began = folder, time.monotonic()
+        say(f"begins: {self.name}")
         folder.mkdir()
         command = [sys.executable, "-m", "pytest", "-p", "gpu_suite", "-p", "no:cacheprovider", "-qsm", self.marks]
         path = os.pathsep.join([str(REPOSITORY), str(GPU), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -118,7 +127,7 @@ class Shard:
     def ended(self) -> bool:
         if self.seconds is None and self.process is not None and self.process.poll() is not None:
             self.seconds = time.monotonic() - self.began
-            print(f"{self.seconds:5.0f} s  {self.name}: exit code {self.process.returncode}", flush=True)
+            say(f"ends after {self.seconds:.0f} s: {self.name}: exit code {self.process.returncode}")
         return self.seconds is not None
 
     def log(self) -> str:
@@ -151,7 +160,7 @@ def run(shards: list[Shard], slots: int, until: float, work: Path, extra: list[s
         time.sleep(0.2)
         running = [shard for shard in running if not shard.ended()]
     if running:
-        print(f"at the limit: {', '.join(shard.name for shard in running)}", flush=True)
+        say(f"at the limit: {', '.join(shard.name for shard in running)}")
     stop(running, work)
 
 
