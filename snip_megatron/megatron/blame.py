@@ -46,6 +46,11 @@ def prepare_blame(config: SnipConfig, args: argparse.Namespace) -> None:
     Raises SnipError if there is no such checkpoint, or if the job cannot be blamed.
     """
     steps = blamed_steps(config)
+    if getattr(args, "train_iters", None) is not None and steps[-1] > args.train_iters:
+        raise SnipError(
+            f"--snip-blame {steps[-1]}: the job ends at iteration {args.train_iters}; give --train-iters {steps[-1]} or"
+            " more"
+        )
     if compat.batch_size_ramp(args) is not None:
         raise SnipError(f"--snip-blame cannot be combined with {compat.batch_size_ramp(args)}: microbatches before the"
                         " step would be counted wrongly")  # fmt: skip

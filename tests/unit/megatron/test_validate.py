@@ -348,3 +348,8 @@ def test_a_blame_refuses_sharded_weights_and_growing_batches() -> None:
     for given, words in ((FULLY_SHARDED, "--use-megatron-fsdp"), ({"rampup_batch_size": [4, 4, 64]}, "--rampup")):
         with pytest.raises(SnipError, match=f"--snip-blame cannot be combined with {words}"):
             prepare_blame(config(blame="1"), arguments(load=None, **given))
+
+
+def test_a_blame_of_a_step_behind_the_jobs_last_is_refused() -> None:
+    with pytest.raises(SnipError, match="--snip-blame 31: the job ends at iteration 30; give --train-iters 31 or more"):
+        prepare_blame(config(blame="30,31"), arguments(load=None, train_iters=30))
