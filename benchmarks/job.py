@@ -17,13 +17,15 @@ say that the map saves.
 
 ``qwen3-moe`` and ``deepseek-moe`` have experts. Their trainings run grouped GEMMs, Megatron's fusions of router,
 permutation and loss, no checks for NaN, Transformer Engine's formats with the padding that they need (by the experts,
-or by the router in ``*_routed``), CUDA graphs without the experts.
+or by the router in ``*_routed``), CUDA graphs without the experts. ``--graphs experts`` are Transformer Engine's of
+whole layers; ``--graphs full_iteration`` holds the experts too.
 
 ``fused`` in the result has what a training of SNIP says of its fusions.
 
 A training that fails is listed in ``failed`` with its last error line, one that this machine cannot run in ``skipped``.
 With ``--kernels``, torch's profiler records the step before the last on rank 0, and ``kernels`` in the result has its
-milliseconds by kind of kernel, and those in which none ran. That step is slower, which a median does not notice.
+milliseconds by kind of kernel, and those in which none ran; ``host`` has the share of that step in which a kernel ran,
+and how often the host waited and launched. That step is slower, which a median does not notice.
 
 Where Apex is not installed, Megatron's own layers write weight gradients in bf16 and add them to ``main_grad`` in a
 kernel of their own, which SNIP's linears do not. With ``--fused-accumulation`` all contenders add them in the GEMM.
@@ -63,7 +65,9 @@ from benchmarks.jobs.updates import accounts, adopted_maps, predicted_step
 from snip_megatron.runtime.run_data import read_events
 
 LAG = 2
-GRAPHS = ("local", "transformer_engine", "full_iteration")
+EXPERTS = "experts"
+"""Transformer Engine's graphs of whole layers, with their experts. Its other graphs of a mixture leave experts out."""
+GRAPHS = ("local", "transformer_engine", "full_iteration", EXPERTS)
 _FUSED = re.compile(r"snip: fused with quantisation: (.*)")
 STAND_INS = ROOT / "benchmarks/jobs/stand_ins"
 
@@ -126,9 +130,10 @@ class Job:
         if "--multi-latent-attention" in given:
             given.remove("--group-query-attention")
         if turn.graphs is not None:
-            given += ["--cuda-graph-impl", turn.graphs]
+            given += ["--cuda-graph-impl", "transformer_engine" if turn.graphs == EXPERTS else turn.graphs]
             given += ["--te-rng-tracker"] if has_transformer_engine() else []
-            given += self._model.graphed
+            parts = {"full_iteration": (), EXPERTS: ("--cuda-graph-modules", "attn", "moe")}
+            given += parts.get(turn.graphs, self._model.graphed)
         given += self._model.transformer_engine if has_transformer_engine() else ["--transformer-impl", "local"]
         if ROUTER_PADS in given and "--moe-router-fusion" in given:
             given.remove("--moe-router-fusion")
@@ -224,7 +229,7 @@ class Table:
         """Remove what earlier commands recorded about a contender."""
         for key in ("ms", "speedup", "graphs", "skipped"):
             self.result[key].pop(contender, None)
-        for key in ("failed", "runs", "updates", "maps", "predicted", "kernels", "fused"):
+        for key in ("failed", "runs", "updates", "maps", "predicted", "kernels", "host", "fused"):
             for name in [name for name in self.result.get(key, ()) if name.partition(":")[0] == contender]:
                 del self.result[key][name]
 
@@ -249,6 +254,7 @@ class Table:
                 self.result.setdefault("fused", {})[turn.name] = fused[1]
             kernels = job_kernels.summary(run.parent)
             if kernels is not None:
+                self.result.setdefault("host", {})[turn.name] = kernels.pop("host")
                 self.result.setdefault("kernels", {})[turn.name] = kernels
             self._settle(turn.contender)
         self._write()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -40,17 +41,24 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
-def recorded[T](call: Callable[[], T]) -> tuple[T, list[Row], list[Gap]]:
-    """Return what a call returns, the kernels that it launches, and when the GPU waited between them.
+_LAUNCH = re.compile(r"cu(da)?(Launch\w*Kernel|GraphLaunch)")
+_WAIT = re.compile(r"cuda((Stream|Event|Device)Synchronize|Memcpy)$")
+
+
+def recorded[T](call: Callable[[], T]) -> tuple[T, list[Row], list[Gap], dict[str, float]]:
+    """Return what a call returns, the kernels that it launches, when the GPU waited between them, and what the host did
+    (:func:`host_of`).
 
     On a machine without a GPU, torch's operators are recorded instead.
     """
     gpu = torch.cuda.is_available()
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CUDA if gpu else kinds.CPU]) as profile:
+        started = time.perf_counter()
         result = call()
         if gpu:
             torch.cuda.synchronize()
+        ms = (time.perf_counter() - started) * 1e3
     rows = [
         (event.key, event.count, (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1e3)
         for event in profile.key_averages()
@@ -58,7 +66,21 @@ def recorded[T](call: Callable[[], T]) -> tuple[T, list[Row], list[Gap]]:
     device = torch.autograd.DeviceType.CUDA if gpu else torch.autograd.DeviceType.CPU
     events_of_device = [event for event in profile.events() if event.device_type == device]
     times = [(event.time_range.start, event.time_range.end, event.name) for event in events_of_device]
-    return result, [row for row in rows if row[2] > 0], gaps_between(times)
+    gaps = gaps_between(times)
+    ends, starts = [end for _, end, _ in times], [start for start, _, _ in times]
+    busy = (max(ends, default=0.0) - min(starts, default=0.0)) / 1e3 - sum(gap for *_, gap in gaps)
+    host = host_of([event.name for event in profile.events()], busy / ms, waits=int(gpu))
+    return result, [row for row in rows if row[2] > 0], gaps, host | {"ms": round(ms, 2)}
+
+
+def host_of(names: Iterable[str], busy: float, *, waits: int = 0) -> dict[str, float]:
+    """Return the share of a step in which a kernel runs, the times that the host waited for the device, and its launches
+    of kernels and graphs. ``names`` are those of all events, and ``waits`` is a number of waits that do not count.
+    """
+    names = list(names)
+    synchronisations = sum(_WAIT.match(name) is not None for name in names) - waits
+    launches = sum(_LAUNCH.match(name) is not None for name in names)
+    return {"busy": round(busy, 4), "synchronisations": synchronisations, "launches": launches}
 
 
 def gaps_between(times: Iterable[tuple[float, float, str]]) -> list[Gap]:
@@ -104,8 +126,8 @@ def summary(folder: Path) -> dict[str, Any] | None:
     return summarised(*json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
-def summarised(rows: Iterable[Row], gaps: Iterable[Gap]) -> dict[str, Any]:
-    """Return milliseconds by kind of kernel, the longest kernels, and the milliseconds between kernels."""
+def summarised(rows: Iterable[Row], gaps: Iterable[Gap], host: dict[str, float]) -> dict[str, Any]:
+    """Return milliseconds by kind of kernel, the longest kernels, the milliseconds between kernels, and ``host``."""
     rows = sorted(rows, key=lambda row: -row[2])
     kinds: dict[str, float] = {}
     for name, _, ms in rows:
@@ -119,4 +141,5 @@ def summarised(rows: Iterable[Row], gaps: Iterable[Gap]) -> dict[str, Any]:
         for (before, after), each in sorted(idle.items(), key=lambda pair: -sum(pair[1]))[:LONGEST]
     ]
     by_kind = {kind: round(ms, 3) for kind, ms in kinds.items()}
-    return {"ms": by_kind, "longest": longest, "idle": round(sum(map(sum, idle.values())), 3), "waits": waits}
+    idle_ms = round(sum(map(sum, idle.values())), 3)
+    return {"ms": by_kind, "longest": longest, "idle": idle_ms, "waits": waits, "host": host}

@@ -301,7 +301,8 @@ def weight_operands(
     if state.graphed is None or not call.trains:
         return state.weights.get(backend, (weight,), (fprop, dgrad), lambda: backend.quantize(weight, spec()))
     if refresh:
-        return state.graphed.weight.refresh(backend, weight, (fprop, dgrad), spec)
+        key = (backend, fprop, dgrad, weight.data_ptr())
+        return state.graphed.weight.refresh(key, partial(backend.quantize, weight), spec)
     return state.graphed.weight.operands
 
 

@@ -215,8 +215,12 @@ def _weight_operands(call: GroupedCall, *, backward: bool = False) -> OperandPai
     if context.fsdp_sharded:
         spec = OperandSpec(None, dgrad, weight=True) if backward else OperandSpec(fprop, None, weight=True)
         return call.products.quantize_weights(weights, spec)
-    quantize = partial(call.products.quantize_weights, weights, OperandSpec(fprop, dgrad, weight=True))
-    return call.linear.handle.state.weights.get(call.linear.backend, weights, (fprop, dgrad), quantize)
+    state, spec = call.linear.handle.state, OperandSpec(fprop, dgrad, weight=True)
+    quantize = partial(call.products.quantize_weights, weights)
+    if state.graphed is not None and call.linear.trains:
+        key = (call.linear.backend, fprop, dgrad, weights[0].data_ptr())
+        return state.graphed.weight.refresh(key, quantize, lambda: spec)
+    return state.weights.get(call.linear.backend, weights, (fprop, dgrad), partial(quantize, spec))
 
 
 def gradient_spec(call: GroupedCall, g: Tensor) -> OperandSpec:

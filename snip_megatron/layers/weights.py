@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
 from snip_megatron.precision import Format
 
 Spec = Callable[[], OperandSpec]
 """Returns how the weight is quantised. It may be a collective of the ranks that share the weight, which must therefore
 all quantise their shards in the same calls."""
+Quantizer = Callable[[OperandSpec, CachedPair | None], OperandPair]
 
 
 class WeightCache:
@@ -73,12 +73,12 @@ class GraphedWeight:
         self._cached: CachedPair | None = None
         self._amax: Tensor | None = None
 
-    def refresh(self, backend: GemmBackend, weight: Tensor, formats: tuple[Format, Format], spec: Spec) -> OperandPair:
+    def refresh(self, key: tuple[object, ...], quantize: Quantizer, spec: Spec) -> OperandPair:
         """Return the weight as :meth:`WeightCache.get` does, and quantise it unless ``current`` is set.
 
-        ``spec`` is called in every forward.
+        ``quantize`` makes the operands, or writes them to the pair that it is given. ``spec`` is called in every
+        forward. Operands are made anew where ``key`` is another one.
         """
-        key = (backend, formats, weight.data_ptr())
         if key != self._key:
             self.clear()
         weight_spec = spec()
@@ -87,9 +87,9 @@ class GraphedWeight:
             self._amax = amax.clone() if self._amax is None else self._amax.copy_(amax)
             weight_spec = weight_spec._replace(amax=self._amax)
         if self._cached is None:
-            self._key, self._cached = key, CachedPair(backend.quantize(weight, weight_spec), self._current)
+            self._key, self._cached = key, CachedPair(quantize(weight_spec, None), self._current)
         # This also runs when the operands are new, so that the kernel is compiled before a graph captures it.
-        backend.quantize(weight, weight_spec, self._cached)
+        quantize(weight_spec, self._cached)
         return self._cached.operands
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from snip_megatron.layers import LinearRegistry
-from snip_megatron.layers.context import LinearHandle
+from snip_megatron.layers.context import GraphedState, LinearHandle
 from snip_megatron.layers.registry import DeviceStep
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import StepCall
@@ -62,13 +62,39 @@ class HostWait:
         return result
 
 
+def _experts_of(layer: torch.nn.Module) -> Any:
+    """Return the experts of a layer if they are of the class that may run in a graph, else None."""
+    experts = getattr(getattr(layer, "mlp", None), "experts", None)
+    return experts if hasattr(experts, "snip_why_eager") else None
+
+
+def _linears_of(experts: Any) -> tuple[Any, Any]:
+    return experts.linear_fc1, experts.linear_fc2
+
+
+def _why_eager(layer: Any) -> str | None:
+    """Return why no graph can hold the experts of a layer under the map in force. None if one can."""
+    config, reason = layer.config, compat.why_host_counts(layer.mlp.token_dispatcher)
+    if reason is None and config.recompute_granularity == "selective" and "moe" in config.recompute_modules:
+        reason = "--recompute-modules moe"
+    if reason is None and config.moe_shared_expert_overlap:
+        reason = "--moe-shared-expert-overlap"
+    return reason or _experts_of(layer).snip_why_eager()
+
+
 class GraphedRun:
     """The CUDA graphs of a run in one process. Without ``--cuda-graph-impl``, its methods do nothing."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         implementation = compat.graph_implementation(args)
         self._args = args
-        self._graphs = None if implementation is None else compat.IMPLEMENTATIONS[implementation](self._accumulating)
+        experts, self._graphs = getattr(args, "snip_graphed_experts", False), None
+        if implementation is not None:
+            self._graphs = compat.IMPLEMENTATIONS[implementation](self._accumulating, experts=experts)
+        self._layers: list[Any] = []  # those with experts that graphs may hold
+        self._experts: dict[LinearHandle, GraphedState] = {}  # first expert of their linears → what a graph reads
+        self._held: list[bool] = []  # which of these layers the latest graphs hold with their experts
+        self._line = ""  # what was printed about it
         self._registry: LinearRegistry | None = None
         self._model: list[torch.nn.Module] = []
         self._generation = 0
@@ -90,10 +116,18 @@ class GraphedRun:
         if self._graphs is None or not len(registry):
             return
         self._formats = {linear: linear.formats for linear in registry}
-        self._graphed = [linear for linear in registry if linear.expert is None]  # the host counts an expert's rows
+        self._graphed = [linear for linear in registry if linear.expert is None]
+        if self._graphs.may_hold_experts:
+            self._layers = [m for chunk in model for m in chunk.modules() if _experts_of(m) is not None]
+            self._held = [False] * len(self._layers)
+        firsts = [linear.snip_experts[0] for layer in self._layers for linear in _linears_of(_experts_of(layer))]
+        linears = [*self._graphed, *firsts]  # one state serves all experts
         chunk_of = {id(parameter): i for i, chunk in enumerate(model) for parameter in chunk.parameters()}
-        chunks = [chunk_of[id(linear.weight)] for linear in self._graphed]
-        registry.device = DeviceStep(self._graphed, chunks, next(iter(registry)).weight.device)
+        chunks = [chunk_of[id(linear.weight)] for linear in linears]
+        registry.device = DeviceStep(linears, chunks, next(iter(registry)).weight.device)
+        for first in firsts:
+            assert first.state.graphed is not None
+            self._experts[first], first.state.graphed = first.state.graphed, None  # until a graph holds the layer
 
     def _accumulating(self) -> list[torch.nn.Parameter]:
         """Return the weights whose captured backward adds to ``main_grad`` itself."""
@@ -112,12 +146,31 @@ class GraphedRun:
             # Megatron does not take this mark back under Transformer Engine's graphs. A capture or a backward sets it.
             if hasattr(linear.weight, "grad_added_to_main_grad"):
                 linear.weight.grad_added_to_main_grad = False
+        moved = self._hold_experts()
         captured = [each for each in changed if each.state.graphed is not None and self._graphs.contain(each.module)]
-        if captured and self._graphs.captured:
+        if (captured or moved) and self._graphs.captured:
             assert registry.device is not None
             registry.device.forget_weights()
             self._graphs.recapture(self._model, self._args)
             registry.start_step(step)  # resets the counters, which the passes of a capture have increased
+
+    def _hold_experts(self) -> bool:
+        """Decide which layers the next graphs hold with their experts. Returns whether they are others than before."""
+        if not self._layers:
+            return False
+        assert self._graphs is not None
+        reasons = [_why_eager(layer) for layer in self._layers]
+        before, self._held = self._held, self._graphs.hold(self._layers, [reason is None for reason in reasons])
+        for layer, held in zip(self._layers, self._held, strict=True):
+            for linear in _linears_of(_experts_of(layer)):
+                first = linear.snip_experts[0]
+                first.state.graphed = self._experts[first] if held else None
+        why = next((f": {reason}" for reason in reasons if reason is not None), "")
+        line = f"CUDA graphs hold the experts of {sum(self._held)} of {len(self._layers)} layers{why}"
+        if line != self._line:
+            say(line)
+            self._line = line
+        return self._held != before
 
     def training(
         self, forward_step: Callable[..., Any], forward_backward: Callable[..., Any]

@@ -33,6 +33,7 @@ from snip_megatron.megatron.compat.routing import prepare_before_counts
 from snip_megatron.megatron.compat.transformer_engine import StockState, forward_under, normalized
 from snip_megatron.megatron.linears import may_reduce_scatter, product, why_no_swiglu
 from snip_megatron.numerics.products.grouped import DeviceRows, GroupRows, group_rows
+from snip_megatron.numerics.products.grouped_hopper import stacked
 
 
 def run_delayed_wgrad(module: Any, handle: LinearHandle) -> bool:
@@ -204,6 +205,27 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         linears = (self.linear_fc1, self.linear_fc2) if self.snip_fused_swiglu and may_fuse_experts(fc1, fc2) else ()
         calls = [linear(None, backwards)[0] for linear in linears]
         return True, backwards, calls, bool(calls) and takes_device_rows(*calls)
+
+    def snip_why_eager(self) -> str | None:
+        """Return why no CUDA graph can hold a forward under the map in force. None if one can.
+
+        In a graph, everything between the router and the sum over experts is a function of tensors on the device.
+        """
+        linears = self.linear_fc1, self.linear_fc2
+        fc1, fc2 = (linear.snip_experts[0] for linear in linears)
+        if fc1.is_stock or fc2.is_stock:
+            return f"{fc1.name} is in bf16"
+        for linear in linears:
+            handle, weights = linear.snip_experts[0], [each.weight for each in linear.snip_experts]
+            if not grouped_products(handle).takes_device_rows(handle.formats):
+                formats = ", ".join(each.value for each in handle.formats)
+                return f"{handle.name} in {formats} runs expert by expert"
+            if linear.on_wgrad_complete is None:
+                return f"autograd adds up the gradients of {handle.name}"
+            if stacked(weights[::-1]) is None and stacked(weights) is None:
+                return f"the weights of {handle.name} do not follow each other in memory"
+        fused = self.snip_fused_swiglu and may_fuse_experts(fc1, fc2)
+        return None if fused else f"SwiGLU after {fc1.name} is not fused"
 
     def forward(
         self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor, *buffers: Any, **named: Any

@@ -30,6 +30,8 @@ def test_a_table_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert first["events"]["probe"] > 0.0
     assert first["events_s"] == pytest.approx(sum(first["events"].values()))
     assert list(result["kernels"]) == list(result["ms"])
+    assert list(result["host"]) == list(result["ms"])
+    assert all(set(host) == {"busy", "synchronisations", "launches", "ms"} for host in result["host"].values())
     for kernels in result["kernels"].values():
         assert kernels["ms"]["gemm"] > 0.0
         assert len(kernels["longest"]) == 20

@@ -17,6 +17,7 @@ import torch
 from dense_names import dense_names
 from forked_ranks import can_fork, run_ranks
 
+from snip_megatron.numerics.products.deepgemm import why_not
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.exchange import EXIT_UPDATE_BROKEN
 from snip_megatron.runtime.run_data import read_metrics
@@ -44,6 +45,7 @@ MAPS = {
     "fp8_tensor": "--snip --snip-map {folder}/fp8_tensor.json",
     "fp4": f"--snip --snip-budget fp4=0.75 {UPDATED}",
     "tensor_and_fp4": f"--snip --snip-budget fp4=0.5 --snip-formats fp8_tensor,fp4 {UPDATED}",
+    "bf16_wgrads": f"--snip --snip-budget fp4=0.3 --snip-pin '*.experts.*:wgrad=bf16' {UPDATED}",
 }
 """Those with a budget probe before steps 3 and 9, from 0, and adopt before 5 and 11."""
 LAYOUTS = {
@@ -69,6 +71,12 @@ BESIDE_EXPERTS = {
     "latent": ("attn", "moe_router", "moe_preprocess"),
 }
 """Name → the parts of layers that Transformer Engine's graphs hold beside experts."""
+HOLDING_EXPERTS = {
+    "transformer_engine": ("--cuda-graph-modules", "attn", "mlp", "moe"),
+    "full_iteration": (),
+}
+"""Implementation of graphs that may hold experts → what asks for it."""
+ONE_RANK = ("--moe-permute-fusion", "--overlap-grad-reduce", "--overlap-param-gather")
 TWO_GPUS = [
     (layout, graphs)
     for layout in ("tensor", "pipeline", "data")
@@ -206,6 +214,12 @@ def beside_experts(trainings: Trainings, name: str, kind: str, *, graphs: bool =
     return trainings.begin(kind, "transformer_engine", *model, "--cuda-graph-modules", *BESIDE_EXPERTS[name])
 
 
+def holding_experts(trainings: Trainings, kind: str, graphs: str | None) -> Future[dict[str, Any]]:
+    """Begin a training whose graphs may hold experts, or the same without graphs."""
+    captured = () if graphs is None else HOLDING_EXPERTS[graphs]
+    return trainings.begin(kind, graphs, *EXPERTS, *ONE_RANK, *captured)
+
+
 @pytest.fixture(scope="module")
 def with_experts(trainings: Trainings) -> Trainings:
     """Everything that the tests of experts ask for, begun at once."""
@@ -214,6 +228,9 @@ def with_experts(trainings: Trainings) -> Trainings:
         beside_experts(trainings, name, kind, graphs=False)
     for kind in ("plain", "bf16"):
         beside_experts(trainings, "experts", kind)
+    for kind in ("bf16_wgrads", "fp8"):
+        for graphs in (None, *HOLDING_EXPERTS):
+            holding_experts(trainings, kind, graphs)
     return trainings
 
 
@@ -299,6 +316,30 @@ def test_an_all_bf16_map_trains_plain_megatron_s_bits_in_graphs_beside_experts(w
     assert plain["replays"] == mapped["replays"]
     assert plain["replays"][STEPS] > 0
     same_steps(plain, mapped)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"DeepGEMM {why_not()}")
+@pytest.mark.parametrize("graphs", HOLDING_EXPERTS)
+def test_graphs_that_hold_experts_train_alike(with_experts: Trainings, graphs: str) -> None:
+    """The first map is adopted before step 5. Before it, experts are Transformer Engine's, which no graph can hold."""
+    eager = holding_experts(with_experts, "bf16_wgrads", None).result()
+    captured = holding_experts(with_experts, "bf16_wgrads", graphs).result()
+    assert "CUDA graphs hold the experts of 3 of 3 layers\n" in captured["log"]
+    kinds = [event["event"] for event in captured["events"]]
+    assert kinds.count("recapture") >= 1, kinds
+    assert captured["replays"][STEPS] == (1 if graphs == "full_iteration" else 4 * 2 * 6)
+    close_steps(eager, captured, 2e-2)
+
+
+@pytest.mark.parametrize("graphs", HOLDING_EXPERTS)
+def test_experts_that_run_one_by_one_stay_outside_of_graphs(with_experts: Trainings, graphs: str) -> None:
+    eager = holding_experts(with_experts, "fp8", None).result()
+    captured = holding_experts(with_experts, "fp8", graphs).result()
+    assert "CUDA graphs hold the experts of 0 of 3 layers: decoder.layers.1.mlp.experts.linear_fc1 in fp8, fp8, fp8" in (
+        captured["log"]
+    )
+    assert bool(captured["replays"][STEPS]) == (graphs == "transformer_engine")
+    close_steps(eager, captured, 2e-2)
 
 
 @pytest.mark.two_gpus

@@ -178,9 +178,9 @@ def test_weights_are_quantised_while_the_host_would_wait_for_numbers_of_rows() -
         quantize_operands = staticmethod(operands.quantize_operands)
 
         @staticmethod
-        def quantize_group_blocks(w: Tensor, spec: Any) -> Any:
+        def quantize_group_blocks(w: Tensor, spec: Any, cached: Any) -> Any:
             seen.append("weights")
-            return operands.quantize_group_blocks(w, spec)
+            return operands.quantize_group_blocks(w, spec, cached)
 
     registry.context.backend = HopperBackend(
         Quantizers, EmulatedCublasLt(), activations=swiglu, groups=emulated_grouped

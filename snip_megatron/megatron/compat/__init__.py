@@ -23,6 +23,7 @@ from snip_megatron.megatron.compat.graphs import (
     graph_implementation,
     graphs_bypassed,
     graphs_leave_experts_out,
+    let_graphs_hold_experts,
     schedule_without_graph,
 )
 from snip_megatron.megatron.compat.host_work import fuse_copies, lighten_buckets
@@ -43,6 +44,6 @@ from snip_megatron.megatron.compat.loop import (
 from snip_megatron.megatron.compat.megatron_precision import let_snip_choose, separate_experts
 from snip_megatron.megatron.compat.optimizers import main_parameter, update_of
 from snip_megatron.megatron.compat.patches import apply, check, set_defaults
-from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_restored, routing_repeated
+from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_restored, routing_repeated, why_host_counts
 from snip_megatron.megatron.compat.sharding import ShardedParameters, optimizer_instance, process_groups
 from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, changed

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from torch import Tensor
 from torch.nn import functional
 
@@ -50,7 +51,7 @@ def _callback(ddp: DistributedDataParallel, weights: Sequence[Tensor]) -> Callab
     pairs = [(ddp.param_to_bucket_group[weight], weight) for weight in weights]
 
     def on_wgrad_complete() -> None:
-        if ddp.ddp_config.overlap_grad_reduce:
+        if ddp.ddp_config.overlap_grad_reduce and not is_graph_capturing():
             for group, weight in pairs:
                 group.register_grad_ready(weight, ddp.force_all_reduce)
 

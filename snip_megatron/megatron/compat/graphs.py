@@ -7,6 +7,7 @@ Deleting the graphs returns an implementation to its state before the capture.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,7 @@ check_names(
 check_names(full, "_shared_graph_pool")
 check_names(FullCudaGraphWrapper, "cuda_graph", "curr_iteration", "reset_cuda_graph")
 check_names(GraphableMegatronModule, "_get_submodules_under_cudagraphs")
+check_names(TransformerLayer, "_te_cuda_graph_replay")
 
 
 def graph_implementation(args: Any) -> str | None:
@@ -58,6 +60,22 @@ def graphs_leave_experts_out(args: Any) -> bool:
     modules = getattr(args, "cuda_graph_modules", None) or []
     parts = modules and CudaGraphModule.moe not in modules
     return bool(parts) and graph_implementation(args) == "transformer_engine"
+
+
+_PARTS = (CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess)
+
+
+def let_graphs_hold_experts(args: Any) -> None:
+    """Set ``snip_graphed_experts`` of the arguments: whether graphs hold experts as soon as the map allows it.
+
+    Megatron refuses ``moe`` among the modules of Transformer Engine's graphs, because its own experts count rows on the
+    host. The modules become those parts of the layer that it allows. A graph of the iteration it does not refuse.
+    """
+    implementation, modules = graph_implementation(args), getattr(args, "cuda_graph_modules", None) or []
+    listed = implementation == "transformer_engine" and CudaGraphModule.moe in modules
+    args.snip_graphed_experts = bool(args.num_experts) and (listed or implementation == "full_iteration")
+    if args.snip_graphed_experts and listed:
+        args.cuda_graph_modules = [each for each in modules if each is not CudaGraphModule.moe] + list(_PARTS)
 
 
 @contextlib.contextmanager
@@ -107,12 +125,14 @@ class Graphs:
     """Base class of the graphs of one implementation in this process.
 
     ``accumulating`` returns the weights whose captured backward adds to ``main_grad`` itself, and returns a dummy
-    gradient to autograd. ``seconds`` are those of the captures since the last call of :meth:`take_seconds`.
+    gradient to autograd. ``experts`` says whether graphs may hold routed experts, see :meth:`hold`. ``seconds`` are
+    those of the captures since the last call of :meth:`take_seconds`.
     """
 
-    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]]) -> None:
+    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]], *, experts: bool = False) -> None:
         self.seconds = 0.0
         self._accumulating = accumulating
+        self.may_hold_experts = experts
         self._again = False  # whether the next capture replaces graphs
         self._undo = contextlib.ExitStack()
 
@@ -132,8 +152,12 @@ class Graphs:
         raise NotImplementedError
 
     def contain(self, module: torch.nn.Module) -> bool:
-        """Return whether a captured graph may contain ``module``. None contains the experts of dropless routing."""
+        """Return whether a captured graph may contain ``module``."""
         return True
+
+    def hold(self, layers: Sequence[Any], fit: Sequence[bool]) -> list[bool]:
+        """Decide which of ``layers`` the next capture holds with their experts. Those that do not ``fit`` it cannot."""
+        raise NotImplementedError
 
     def recapture(self, model: Sequence[torch.nn.Module], args: Any) -> None:
         """Delete all graphs. They are captured again, at once or in the next steps."""
@@ -163,8 +187,8 @@ class LocalGraphs(Graphs):
     memory pool and pass buffers to each other, so that all of them must be captured anew together.
     """
 
-    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]]) -> None:
-        super().__init__(accumulating)
+    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]], *, experts: bool = False) -> None:
+        super().__init__(accumulating, experts=experts)
         self._metadata: list[weakref.ref[Any]] = []  # which a recording attaches to tensors
         self._pool_uses = 0
         create, apply = _RECORD._create_cudagraphs, core._apply_cudagraph_buffer_metadata
@@ -228,9 +252,17 @@ class LocalGraphs(Graphs):
 
 
 class FullIterationGraphs(Graphs):
-    """One graph of all forwards and backwards of a step. The first steps run without it."""
+    """One graph of all forwards and backwards of a step. The first steps run without it.
+
+    With experts, no step runs in it as long as one of their layers does not fit.
+    """
 
     _warmup = 0
+    _held = False  # whether all layers of experts fit
+
+    def hold(self, layers: Sequence[Any], fit: Sequence[bool]) -> list[bool]:
+        self._held = all(fit)
+        return [self._held] * len(fit)
 
     @property
     def captured(self) -> bool:
@@ -247,6 +279,8 @@ class FullIterationGraphs(Graphs):
 
     def timed(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
         def timed_schedule(**named: Any) -> Any:
+            if self.may_hold_experts and not self._held:
+                return schedule_without_graph(forward_backward_func)(**named)
             before, started = self.captured, time.perf_counter()
             if not before:
                 _gather_in_the_step(named["model"])
@@ -275,22 +309,33 @@ _WARM = 1 << 10  # warm-up steps that leave Transformer Engine one iteration of 
 
 
 class TransformerEngineGraphs(Graphs):
-    """Transformer Engine's ``make_graphed_callables``. Layers are captured between two steps."""
+    """Transformer Engine's ``make_graphed_callables``. Layers are captured between two steps.
 
-    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]]) -> None:
-        super().__init__(accumulating)
+    A layer of experts is in its graph as a whole if the map allows it, and else without its experts. It then has a copy
+    of Megatron's configuration, which says so to all that reads it in the layer.
+    """
+
+    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]], *, experts: bool = False) -> None:
+        super().__init__(accumulating, experts=experts)
         self._helper: Any = None
         self._contained: set[int] = set()  # modules in graphs
+        self._whole: dict[int, Any] = {}  # layer that is held with its experts → the configuration that all others have
         start, create = core.TECudaGraphHelper.__init__, core.TECudaGraphHelper.create_cudagraphs
 
         def remembered(helper: Any, *arguments: Any, **named: Any) -> None:
             start(helper, *arguments, **named)
             self._helper = helper
-            self._contained = {id(m) for each in map(_captured_parts, helper.flattened_callables) for m in each}
+            self._find_contained()
 
         self._replace(
             core.TECudaGraphHelper, __init__=remembered, create_cudagraphs=lambda helper: self._create(helper, create)
         )
+        if experts:
+            self._replace(TransformerLayer, _te_cuda_graph_replay=self._reporting(TransformerLayer))
+
+    def _find_contained(self) -> None:
+        layers = [] if self._helper is None else self._helper.flattened_callables
+        self._contained = {id(module) for parts in map(_captured_parts, layers) for module in parts}
 
     @property
     def captured(self) -> bool:
@@ -298,6 +343,33 @@ class TransformerEngineGraphs(Graphs):
 
     def contain(self, module: torch.nn.Module) -> bool:
         return id(module) in self._contained
+
+    def hold(self, layers: Sequence[Any], fit: Sequence[bool]) -> list[bool]:
+        for layer, whole in zip(layers, fit, strict=True):
+            if whole and id(layer) not in self._whole:
+                self._whole[id(layer)] = layer.config
+                modules = [each for each in layer.config.cuda_graph_modules if each not in _PARTS]
+                layer.config = layer.mlp.config = copy.copy(layer.config)
+                layer.config.cuda_graph_modules = [*modules, CudaGraphModule.moe]
+            elif not whole and id(layer) in self._whole:
+                layer.config = layer.mlp.config = self._whole.pop(id(layer))
+        self._find_contained()
+        return list(fit)
+
+    def _reporting(self, owner: Any) -> Callable[..., Any]:
+        """Return the replay of a layer that reports the wgrads of its experts to DDP after its backward.
+
+        Autograd does not see these weights (:func:`.gradients.report_expert_gradients`), and a graph calls no Python.
+        """
+        replay = owner._te_cuda_graph_replay
+
+        def reporting(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if id(layer) in self._whole and hidden.requires_grad:
+                hidden.register_hook(lambda _: _report(layer.mlp.experts))
+            return replay(layer, *args, **kwargs)
+
+        return reporting
 
     def _create(self, helper: Any, create: Callable[[Any], None]) -> None:
         """Run Megatron's capture of the helper's layers."""
@@ -325,6 +397,12 @@ class TransformerEngineGraphs(Graphs):
         if gathering:
             helper.cuda_graph_set_manual_hooks()
         self.seconds = before + time.perf_counter() - started
+
+
+def _report(experts: Any) -> None:
+    for linear in (experts.linear_fc2, experts.linear_fc1):
+        if linear.on_wgrad_complete is not None:
+            linear.on_wgrad_complete()
 
 
 def _captured_parts(layer: Any) -> Iterator[torch.nn.Module]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from snip_megatron.megatron.compat.graphs import let_graphs_hold_experts
 from snip_megatron.megatron.startup import say
 from snip_megatron.numerics.products.host_recipe import HostRecipe
 from snip_megatron.precision import Format, PrecisionMap
@@ -162,6 +163,7 @@ def let_snip_choose(
             _blame_without_snip(args)
         elif getattr(args, "snip", False):
             line, args.snip_recipe = switch_off(args, settings_of_experts(args))
+            let_graphs_hold_experts(args)
             if line:
                 say(line)
         if check is not None:

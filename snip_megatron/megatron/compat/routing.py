@@ -60,7 +60,7 @@ def prepare_before_counts(dispatcher: Any, prepare: Callable[[], bool]) -> None:
     If it returns True, experts take these numbers on the device. On a rank that has all experts and drops no token, the
     dispatcher then does not wait: the sum of the numbers is known.
     """
-    if _counts_may_stay(dispatcher):
+    if why_host_counts(dispatcher) is None:
         copied, stay = dispatcher._maybe_dtoh_and_synchronize, False
 
         def counts(point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -80,12 +80,16 @@ def prepare_before_counts(dispatcher: Any, prepare: Callable[[], bool]) -> None:
     dispatcher.dispatch_postprocess = dispatch_postprocess
 
 
-def _counts_may_stay(dispatcher: Any) -> bool:
-    if type(dispatcher) is not MoEAlltoAllTokenDispatcher or dispatcher.num_local_experts != 1:  # skip_sorting sets 1
-        return False
+def why_host_counts(dispatcher: Any) -> str | None:
+    """Return why the numbers of rows of experts come to the host. None if they may stay on the device."""
+    if type(dispatcher) is not MoEAlltoAllTokenDispatcher:
+        return "the dispatcher of tokens is not alltoall"
+    if not dispatcher.ep_size == dispatcher.tp_size == 1:
+        return "several ranks exchange their rows"
     config = dispatcher.config
-    dynamic = config.moe_expert_capacity_factor is not None or config.moe_router_padding_for_quantization
-    return dispatcher.ep_size == dispatcher.tp_size == 1 and not dispatcher.drop_and_pad and not dynamic
+    if config.moe_expert_capacity_factor is not None or config.moe_router_padding_for_quantization:
+        return "the number of all rows is not constant"
+    return None if dispatcher.num_local_experts == 1 else "rows are sorted twice"  # skip_sorting sets 1
 
 
 def _routers(model: Sequence[torch.nn.Module]) -> list[Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.kernels import has_kernels
-from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec, RowMap
+from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec, RowMap
 from snip_megatron.numerics.quantize.rounding import derive_seed
 from snip_megatron.precision import Format, Formats, Gemm
 
@@ -160,8 +160,15 @@ class GroupLoop:
         *others, wgrad = formats
         return wgrad is Format.BF16 and self.in_one_launch.issuperset(others)
 
-    def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
-        """Return the weights [N, K] of all experts as the operands of fprop and of dgrad."""
+    def quantize_weights(
+        self, weights: Sequence[Tensor], spec: OperandSpec, cached: CachedPair | None = None
+    ) -> OperandPair:
+        """Return the weights [N, K] of all experts as the operands of fprop and of dgrad.
+
+        Where the GEMMs are one launch each, what is quantised is written to ``cached``, an earlier result for the same
+        weights and formats, if that is given.
+        """
+        assert cached is None
         return by_side([self._quantize(weight, spec) for weight in weights], spec)
 
     def fuses_swiglu(self, formats: tuple[Format | None, Format | None]) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from snip_megatron.numerics.products.deepgemm import run
 from snip_megatron.numerics.products.grouped import GroupLoop, Rows, rows_of
-from snip_megatron.numerics.quantize.operands import TILED, Operand, OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.operands import TILED, CachedPair, Operand, OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
 grouped_mm: Callable[..., Tensor] = torch._grouped_mm
@@ -106,7 +106,9 @@ class HopperGroups(GroupLoop):
         *pair, of_probs = self._swiglu(y, d, spec, probs)
         return _of_experts(pair, splits, y.device), of_probs
 
-    def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
+    def quantize_weights(
+        self, weights: Sequence[Tensor], spec: OperandSpec, cached: CachedPair | None = None
+    ) -> OperandPair:
         formats = spec.formats
         operands: OperandPair = (None, None)
         if not self.in_one_launch.isdisjoint(formats):
@@ -115,7 +117,7 @@ class HopperGroups(GroupLoop):
             tiled = spec.only(self._tiled)
             blocks: OperandPair = (None, None)
             if tiled.formats != (None, None):
-                blocks = self._quantizers.quantize_group_blocks(stack, tiled)
+                blocks = self._quantizers.quantize_group_blocks(stack, tiled, cached)
             sides = zip(formats, blocks, strict=True)
             rowwise, columnwise = (stack if fmt is Format.BF16 else operand for fmt, operand in sides)
             operands = rowwise, columnwise

@@ -272,8 +272,11 @@ class _Experts(GroupLoop):
         parts = enumerate(torch.split(x, list(splits)))
         return by_side([self._quantize(part, of_expert(spec, e), expert=e) for e, part in parts], spec)
 
-    def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
+    def quantize_weights(
+        self, weights: Sequence[Tensor], spec: OperandSpec, cached: CachedPair | None = None
+    ) -> OperandPair:
         """See the base class."""
+        assert cached is None
         return by_side([self._quantize(weight, spec, expert=e) for e, weight in enumerate(weights)], spec)
 
 

@@ -253,15 +253,18 @@ def _tensor_scale(q: Quantized) -> Tensor:
     return q.scale.reshape(-1)[:1] if q.scale.numel() else torch.ones(1, device=q.scale.device)
 
 
-def quantize_group_blocks(w: Tensor, spec: OperandSpec) -> OperandPair:
+def quantize_group_blocks(w: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
     """Quantise weights [experts, N, K] in 128×128 blocks, for grouped GEMMs. N and K are multiples of 128.
+
+    The result is written to ``cached`` if that is given, and is not newly made.
 
     Returns:
         The rowwise operand: values [experts, N, K], scale [experts, N/128, K/128], and the columnwise one: values
         [experts, K, N], scale [experts, K/128, N/128]. All are contiguous.
     """
     rowwise, columnwise = zip(*(quantize_operands(expert, spec) for expert in w), strict=True)
-    return _stack(rowwise), _stack(columnwise)
+    pair = _stack(rowwise), _stack(columnwise)
+    return pair if cached is None else cached.update(pair)
 
 
 def _stack(operands: Sequence[Operand | None]) -> Operand | None:

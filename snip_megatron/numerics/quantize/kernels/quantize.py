@@ -165,19 +165,23 @@ def largest_magnitudes(x: Tensor, current: Tensor | None = None) -> Tensor:
     return maxima
 
 
-def quantize_group_blocks(w: Tensor, spec: OperandSpec) -> OperandPair:
+def quantize_group_blocks(w: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
     """See :func:`snip_megatron.numerics.quantize.operands.quantize_group_blocks`."""
     w = w.detach()
     E, N, K = w.shape
-    flat = w.view(E * N, K)
+    flat, old = w.view(E * N, K), (None, None) if cached is None else cached.operands
     row, col = (
-        _group_output(w, rows, depth) if fmt in BITS else None
-        for fmt, rows, depth in zip(spec.formats, (N, K), (K, N), strict=True)
+        None if fmt not in BITS else _group_output(w, rows, depth) if output is None else output
+        for fmt, rows, depth, output in zip(spec.formats, (N, K), (K, N), old, strict=True)
     )
     launch(
-        block_kernel, (tile_count(K), tile_count(E * N)), [(flat, torch.int32), *output_arguments(row, col, w), flat],
+        block_kernel, (tile_count(K), tile_count(E * N)),
+        [(flat, torch.int32), *output_arguments(row, col, w), flat if cached is None else cached.current],
         (E * N, K, K // 2, flat.stride(0) // 2, K // 2, N), (tile_count(K), tile_count(N)),
-        {**element_bits(spec), "GROUP": tile_count(N), "GUARDED": False, "HARDWARE": has_hopper_instructions(w)},
+        {
+            **element_bits(spec), "GROUP": tile_count(N), "GUARDED": cached is not None,
+            "HARDWARE": has_hopper_instructions(w),
+        },
         LAUNCH["blocks"],
     )  # fmt: skip
     return row, col
