@@ -74,8 +74,8 @@ def recorded[T](call: Callable[[], T]) -> tuple[T, list[Row], list[Gap], dict[st
 
 
 def host_of(names: Iterable[str], busy: float, *, waits: int = 0) -> dict[str, float]:
-    """Return the share of a step in which a kernel runs, the times that the host waited for the device, and its launches
-    of kernels and graphs. ``names`` are those of all events, and ``waits`` is a number of waits that do not count.
+    """Return the share of a step in which a kernel runs, how often the host waited for the device, and how often it
+    launched a kernel or a graph. ``names`` are those of all events, and ``waits`` is a number of waits not to count.
     """
     names = list(names)
     synchronisations = sum(_WAIT.match(name) is not None for name in names) - waits

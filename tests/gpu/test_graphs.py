@@ -335,9 +335,7 @@ def test_graphs_that_hold_experts_train_alike(with_experts: Trainings, graphs: s
 def test_experts_that_run_one_by_one_stay_outside_of_graphs(with_experts: Trainings, graphs: str) -> None:
     eager = holding_experts(with_experts, "fp8", None).result()
     captured = holding_experts(with_experts, "fp8", graphs).result()
-    assert "CUDA graphs hold the experts of 0 of 3 layers: decoder.layers.1.mlp.experts.linear_fc1 in fp8, fp8, fp8" in (
-        captured["log"]
-    )
+    assert "CUDA graphs hold the experts of 0 of 3 layers: decoder.layers.1.mlp" in captured["log"]
     assert bool(captured["replays"][STEPS]) == (graphs == "transformer_engine")
     close_steps(eager, captured, 2e-2)
 

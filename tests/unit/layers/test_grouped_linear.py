@@ -14,6 +14,7 @@ from torch import Tensor
 
 from snip_megatron.layers.context import GEMM_INDEX, LinearState, Override, StepContext
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, pad, unpad
+from snip_megatron.layers.registry import DeviceStep
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts, takes_device_rows
 from snip_megatron.layers.warm_up import warm_up_gemms, warm_up_linear
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
@@ -272,6 +273,55 @@ def test_rows_that_only_the_device_knows_give_the_same_bits(
         results.append([y.detach(), x.grad, probs.grad, *main_grads])  # type: ignore[list-item]
     for known, found in zip(*results, strict=True):
         assert torch.equal(known, found)
+
+
+SPLITS = [(130, 0, 7), (0, 0, 137), (1, 1, 135)]
+
+
+@pytest.mark.parametrize(
+    ("of_fc1", "of_fc2"), [((FP8, FP8, BF16), (BF16, FP4, BF16)), ((FP4, FP4, BF16), (FP8, BF16, BF16))]
+)
+def test_what_a_graph_holds_gives_the_bits_of_the_path_that_counts_on_the_host(
+    of_fc1: Formats, of_fc2: Formats
+) -> None:
+    """Numbers of rows, keys of stochastic rounding and quantised weights are read from the device."""
+    results: list[list[Tensor]] = []
+    for on_device in (False, True):
+        backend, draws = hopper(activations=swiglu, groups=emulated_grouped), torch.Generator().manual_seed(5)
+        both = Experts(3, of_fc1, backend, n=512, k=128), Experts(3, of_fc2, backend, n=128, k=256)
+        for experts in both:  # as Megatron lays them out
+            memory = torch.empty(3, *experts.weight0.shape, dtype=torch.bfloat16)
+            for place, weight in zip(list(memory)[::-1], experts.parameters(), strict=True):
+                weight.data = place.copy_(weight.data)
+        firsts = [experts.handles[0] for experts in both]
+        device = DeviceStep(firsts, [0, 0], torch.device("cpu")) if on_device else None
+        seen: list[Tensor] = []
+        for step in range(2):
+            for experts in both:
+                experts.context.step, experts.handles[0].state.backwards = step, 0
+                experts.handles[0].state.weights.clear()
+            if device is not None:
+                device.start_step(11, step)
+            for microbatch, splits in enumerate(SPLITS):
+                if device is not None and microbatch:
+                    device.weights_are_current(0)
+                x, g = (torch.randn(137, 128, generator=draws).bfloat16() for _ in range(2))
+                probs = torch.rand(137, generator=draws).requires_grad_()
+                rows: Rows = group_rows(splits, torch.device("cpu"), backwards=True)
+                if on_device:
+                    rows = DeviceRows(torch.tensor(splits), 137, backwards=True)
+                y = fused_experts(x.requires_grad_(), probs, rows, *(experts.call(rows) for experts in both))
+                y.backward(g)
+                assert x.grad is not None
+                assert probs.grad is not None
+                seen += [y.detach(), x.grad, probs.grad]
+            for weight in (*both[0].parameters(), *both[1].parameters()):
+                seen.append(weight.main_grad.clone())  # type: ignore[operator]
+                weight.data -= (0.01 * weight.main_grad).bfloat16()  # type: ignore[operator]
+        results.append(seen)
+    for known, found in zip(*results, strict=True):
+        assert torch.equal(known, found)
+    assert not torch.equal(results[0][0], results[0][len(results[0]) // 2])
 
 
 def test_wgrads_that_run_expert_by_expert_need_the_numbers_of_rows() -> None:

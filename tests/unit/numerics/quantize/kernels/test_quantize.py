@@ -168,7 +168,12 @@ def test_weights_of_experts(quantizers: Quantizers) -> None:
     w = torch.stack([matrix(256, 384), matrix(256, 384) * 3])
     for formats in (("fp8", "fp4"), (None, "fp8"), ("fp8", None), ("fp4", None)):
         how = spec(*formats, weight=True)
-        assert_operands(quantizers.call("quantize_group_blocks", w, how), operands.quantize_group_blocks(w, how))
+        expected, kept = (operands.quantize_group_blocks(each, how) for each in (w, w * 2))
+        assert_operands(quantizers.call("quantize_group_blocks", w, how), expected)
+        for current in (0, 1):
+            cached = CachedPair(kept, torch.tensor([current], dtype=torch.int32))
+            found = quantizers.call("quantize_group_blocks", w, how, cached)
+            assert_operands(found, kept if current else expected)
 
 
 # -- CUDA graphs: keys from memory, weights that are written in place ------------------------------
