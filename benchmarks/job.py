@@ -18,7 +18,7 @@ say that the map saves.
 ``qwen3-moe`` and ``deepseek-moe`` have experts. Their trainings run grouped GEMMs, Megatron's fusions of router,
 permutation and loss, no checks for NaN, Transformer Engine's formats with the padding that they need (by the experts,
 or by the router in ``*_routed``), CUDA graphs without the experts. ``--graphs experts`` are Transformer Engine's of
-whole layers; ``--graphs full_iteration`` holds the experts too.
+whole layers.
 
 ``fused`` in the result has what a training of SNIP says of its fusions.
 
@@ -132,8 +132,7 @@ class Job:
         if turn.graphs is not None:
             given += ["--cuda-graph-impl", "transformer_engine" if turn.graphs == EXPERTS else turn.graphs]
             given += ["--te-rng-tracker"] if has_transformer_engine() else []
-            parts = {"full_iteration": (), EXPERTS: ("--cuda-graph-modules", "attn", "moe")}
-            given += parts.get(turn.graphs, self._model.graphed)
+            given += ("--cuda-graph-modules", "attn", "moe") if turn.graphs == EXPERTS else self._model.graphed
         given += self._model.transformer_engine if has_transformer_engine() else ["--transformer-impl", "local"]
         if ROUTER_PADS in given and "--moe-router-fusion" in given:
             given.remove("--moe-router-fusion")

@@ -149,8 +149,7 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
     here = f"--cuda-graph-impl {implementation} cannot be combined with"
     if not torch.cuda.is_available():
         raise SnipError(f"--cuda-graph-impl {implementation} needs a CUDA device, and there is none; leave it out")
-    may_hold = getattr(args, "snip_graphed_experts", False)
-    if getattr(args, "num_experts", None) and not (may_hold or compat.graphs_leave_experts_out(args)):
+    if getattr(args, "num_experts", None) and not compat.graphs_leave_experts_out(args):
         raise SnipError(
             f"{here} --num-experts {args.num_experts} under --snip: the host counts the rows of experts, which no graph"
             " may hold; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"

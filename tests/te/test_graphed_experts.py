@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ MODEL: dict[str, Any] = {
     "moe_grouped_gemm": True,
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 1e-2,
+    "moe_router_dtype": "fp64",  # by torch, not by Transformer Engine
     "moe_token_dispatcher_type": "alltoall",
     "gated_linear_unit": True,
     "activation_func": functional.silu,
@@ -59,7 +61,7 @@ class Run:
     def __init__(self, *, experts: bool) -> None:
         self.args = argparse.Namespace(
             cuda_graph_impl="transformer_engine", cuda_graph_modules=[CudaGraphModule.attn, CudaGraphModule.moe],
-            num_experts=4, pipeline_model_parallel_size=1,
+            num_experts=4, expert_model_parallel_size=1, pipeline_model_parallel_size=1,
         )  # fmt: skip
         let_graphs_hold_experts(self.args)
         assert self.args.cuda_graph_modules == PARTS
@@ -70,7 +72,7 @@ class Run:
             grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True
         )
         with seeming_cuda():
-            self.ddp = DistributedDataParallel(chunk.config, config, chunk)
+            self.ddp = DistributedDataParallel(chunk.config, config, chunk.decoder.layers)
         report_expert_gradients([self.ddp])
         self.groups = self.ddp.bucket_groups + self.ddp.expert_parallel_bucket_groups
         self.started = 0
@@ -117,7 +119,8 @@ class Run:
             for group in self.groups:
                 group.is_last_microbatch = last
             for layer in self.layers:
-                y, _ = layer(hidden_states=y, attention_mask=None)
+                with mock.patch("torch.cuda.current_device", return_value="cpu"):  # the router asks for it
+                    y, _ = layer(hidden_states=y, attention_mask=None)
             y.float().square().mean().backward()
             assert hidden.grad is not None
             found += [y.detach(), hidden.grad]
@@ -135,15 +138,17 @@ class Graph:
         self.layer = layer
 
     def __call__(self, *args: Any, is_first_microbatch: bool, **kwargs: Any) -> Any:
-        return Captured.apply(self, kwargs, *args)  # type: ignore[no-untyped-call]
+        names = dict(self.layer.named_parameters())
+        seen = [parameter for name, parameter in names.items() if ".experts." not in name]  # that autograd sees
+        return Captured.apply(self, kwargs, *args, *seen)  # type: ignore[no-untyped-call]
 
 
 class Captured(torch.autograd.Function):
     """Its backward runs as one function too."""
 
     @staticmethod
-    def forward(ctx: Any, graph: Graph, kwargs: Any, hidden: Tensor) -> Any:
-        ctx.hidden = hidden.detach().requires_grad_()
+    def forward(ctx: Any, graph: Graph, kwargs: Any, hidden: Tensor, *parameters: Tensor) -> Any:
+        ctx.hidden, ctx.parameters = hidden.detach().requires_grad_(), parameters
         with capturing(), torch.enable_grad():
             ctx.outputs = graph.layer._te_cuda_graph_capture(ctx.hidden, **kwargs)
         return tuple(each.detach() for each in ctx.outputs)
@@ -152,7 +157,10 @@ class Captured(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         with capturing(), torch.enable_grad():
             torch.autograd.backward(ctx.outputs, gradients)
-        return None, None, ctx.hidden.grad
+        found = [parameter.grad for parameter in ctx.parameters]
+        for parameter in ctx.parameters:
+            parameter.grad = None
+        return None, None, ctx.hidden.grad, *found
 
 
 @contextmanager
@@ -175,4 +183,5 @@ def test_layers_in_graphs_train_as_eager_ones(capsys: pytest.CaptureFixture[str]
     graphed.capture()
     for found in (first, graphed.step(0)):
         assert all(torch.equal(*pair) for pair in zip(known, found, strict=True))
+    assert graphed.started == len(graphed.groups), "DDP hears of all gradients"
     graphed.graphs.close()

@@ -69,12 +69,12 @@ def let_graphs_hold_experts(args: Any) -> None:
     """Set ``snip_graphed_experts`` of the arguments: whether graphs hold experts as soon as the map allows it.
 
     Megatron refuses ``moe`` among the modules of Transformer Engine's graphs, because its own experts count rows on the
-    host. The modules become those parts of the layer that it allows. A graph of the iteration it does not refuse.
+    host. The modules become those parts of the layer that it allows.
     """
-    implementation, modules = graph_implementation(args), getattr(args, "cuda_graph_modules", None) or []
-    listed = implementation == "transformer_engine" and CudaGraphModule.moe in modules
-    args.snip_graphed_experts = bool(args.num_experts) and (listed or implementation == "full_iteration")
-    if args.snip_graphed_experts and listed:
+    modules = getattr(args, "cuda_graph_modules", None) or []
+    listed = graph_implementation(args) == "transformer_engine" and CudaGraphModule.moe in modules
+    args.snip_graphed_experts = bool(args.num_experts) and listed
+    if args.snip_graphed_experts:
         args.cuda_graph_modules = [each for each in modules if each is not CudaGraphModule.moe] + list(_PARTS)
 
 
@@ -252,17 +252,9 @@ class LocalGraphs(Graphs):
 
 
 class FullIterationGraphs(Graphs):
-    """One graph of all forwards and backwards of a step. The first steps run without it.
-
-    With experts, no step runs in it as long as one of their layers does not fit.
-    """
+    """One graph of all forwards and backwards of a step. The first steps run without it."""
 
     _warmup = 0
-    _held = False  # whether all layers of experts fit
-
-    def hold(self, layers: Sequence[Any], fit: Sequence[bool]) -> list[bool]:
-        self._held = all(fit)
-        return [self._held] * len(fit)
 
     @property
     def captured(self) -> bool:
@@ -279,8 +271,6 @@ class FullIterationGraphs(Graphs):
 
     def timed(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
         def timed_schedule(**named: Any) -> Any:
-            if self.may_hold_experts and not self._held:
-                return schedule_without_graph(forward_backward_func)(**named)
             before, started = self.captured, time.perf_counter()
             if not before:
                 _gather_in_the_step(named["model"])

@@ -189,3 +189,21 @@ def test_blame_refuses_what_it_cannot_emulate(given: str, named: str) -> None:
 def test_blame_with_a_map_is_that_of_a_job_under_snip() -> None:
     args = blamed("--snip-map map.json")
     assert (args.snip, args.snip_host_recipe, args.snip_gemm) == (True, None, None)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "may", "modules"),
+    [
+        ("transformer_engine --cuda-graph-modules attn moe", True, ["attn", "moe_router", "moe_preprocess"]),
+        ("transformer_engine --cuda-graph-modules attn moe_router", False, ["attn", "moe_router"]),
+        ("full_iteration", False, []),
+        ("none", False, []),
+    ],
+)
+def test_megatron_allows_what_asks_for_graphs_with_experts(graphs: str, may: bool, modules: list[str]) -> None:
+    """It refuses ``moe``, but the parts of it that it allows stand for it."""
+    parser = let_snip_choose(add_arguments(megatron_parser()))
+    words = ["--num-experts", "4", "--cuda-graph-impl", *graphs.split()]
+    args = parser.parse_args(["--snip", *words])
+    assert (args.snip_graphed_experts, [each.name for each in args.cuda_graph_modules]) == (may, modules)
+    assert not hasattr(parser.parse_args(words), "snip_graphed_experts")
