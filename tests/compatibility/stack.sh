@@ -39,7 +39,11 @@ fi
 
 report="$(mktemp)"
 trap 'rm -f -- "$report"' EXIT
-# What this package does is an error if the stack calls it deprecated.
+# What this package does is an error if the stack calls it deprecated: in pytest, and in the processes that tests start.
+folder="$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+cat > "$folder/snip-deprecations.pth" << 'END'
+import warnings; [warnings.filterwarnings("error", category=category, module="snip_megatron") for category in (DeprecationWarning, FutureWarning)]
+END
 warnings=$'error::DeprecationWarning:snip_megatron.*\nerror::FutureWarning:snip_megatron.*'
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 status=0

@@ -12,15 +12,19 @@ parameter, which the serialisation of Megatron's distributed optimizer handles o
   of which a rank has no element, so that ranks would wait for each other.
 
 Under ``--use-torch-fsdp2`` Megatron loads tensors in place and drops the step count. torch's AdamW then ends with a
-KeyError, and other optimizers start from 0.
+KeyError, and other optimizers start from 0. It finds the optimizer's state of a parameter by the identity of the
+parameter's shard, of which ``DTensor.to_local`` returns another tensor at each call since torch 2.15, so that no
+checkpoint can be saved.
 """
 
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing import optimizer as optimizer_states
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.training import checkpointing
+from torch.distributed.tensor import DTensor
 
 from snip_megatron.megatron.compat.sharding import local_part
 from snip_megatron.megatron.compat.versions import check_names, check_signature
@@ -31,6 +35,7 @@ check_signature(DistributedOptimizer._set_main_param_and_optimizer_states, "self
 check_signature(DistributedOptimizer.sharded_param_state_fsdp_dtensor, "self", "is_loading")
 check_signature(Float16OptimizerWithFloat16Params.sharded_state_dict, "self", "model_sharded_state_dict", "is_loading")
 check_names(checkpointing, "_load_base_checkpoint")
+check_names(optimizer_states, "to_local_if_dtensor")
 _state_dict = DistributedOptimizer.state_dict
 _load_state_dict = DistributedOptimizer.load_state_dict
 _set_states = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -96,7 +101,7 @@ def _set_without_step(self: Any, model_param: Any, tensors: Any) -> Any:
 
 
 def install_for_torch_fsdp() -> str:
-    """Restore the step counts under ``--use-torch-fsdp2``. Returns a description for the list printed at start."""
+    """Save and restore the state under ``--use-torch-fsdp2``. Returns a description for the list printed at start."""
     read, describe = checkpointing._load_base_checkpoint, Float16OptimizerWithFloat16Params.sharded_state_dict
     loading: list[Any] = []
 
@@ -113,7 +118,12 @@ def install_for_torch_fsdp() -> str:
 
     checkpointing._load_base_checkpoint = read_with_steps
     Float16OptimizerWithFloat16Params.sharded_state_dict = describe_and_remember
+    optimizer_states.to_local_if_dtensor = _shard
     return "step counts restored under --use-torch-fsdp2"
+
+
+def _shard(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _set_steps(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

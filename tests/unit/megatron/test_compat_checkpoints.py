@@ -1,14 +1,19 @@
-"""In which checkpoint SNIP's state is looked for."""
+"""In which checkpoint SNIP's state is looked for; which optimizer states Megatron finds in a sharded model."""
 
 import argparse
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from snip_megatron.megatron import compat
+from snip_megatron.megatron.compat import distributed_optimizer
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -47,3 +52,30 @@ def test_a_newer_non_persistent_one_is_loaded_instead(tmp_path: Path, own_folder
     assert found()
     write(load, 12)
     assert not found()
+
+
+def test_states_of_a_model_under_torch_s_full_sharding(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the repair Megatron finds them only where ``to_local`` returns the same tensor again: not in torch 2.15."""
+    model: Any = torch.nn.Linear(8, 8)
+    fully_shard(model, mesh=DeviceMesh.from_group(one_rank, "cpu"))
+    shards: dict[str, Any] = {
+        name: ShardedTensor.from_rank_offsets(name, parameter._local_tensor)
+        for name, parameter in model.named_parameters()
+    }
+    states = distributed_optimizer.optimizer_states
+
+    def are_found() -> bool:
+        return sorted(states.get_param_id_to_sharded_param_map(shards, model.parameters())) == [0, 1]
+
+    stateful = distributed_optimizer.Float16OptimizerWithFloat16Params
+    for owner, name in (
+        (states, "to_local_if_dtensor"),
+        (distributed_optimizer.checkpointing, "_load_base_checkpoint"),
+        (stateful, "sharded_state_dict"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # restores what the repair replaces
+    with torch.no_grad():
+        same_tensor = model.weight.to_local() is model.weight.to_local()
+    assert are_found() == same_tensor
+    distributed_optimizer.install_for_torch_fsdp()
+    assert are_found()
