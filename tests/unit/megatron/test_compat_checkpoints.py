@@ -55,7 +55,7 @@ def test_a_newer_non_persistent_one_is_loaded_instead(tmp_path: Path, own_folder
 
 
 def test_states_of_a_model_under_torch_s_full_sharding(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the repair Megatron finds them only where ``to_local`` returns the same tensor again: not in torch 2.15."""
+    """Without the repair Megatron finds them only where ``to_local`` returns one tensor, not in torch 2.15."""
     model: Any = torch.nn.Linear(8, 8)
     fully_shard(model, mesh=DeviceMesh.from_group(one_rank, "cpu"))
     shards: dict[str, Any] = {
