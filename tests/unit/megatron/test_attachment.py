@@ -64,6 +64,7 @@ def test_a_run_says_in_one_line_if_a_uniform_format_beats_its_maps(
 
 MAY_DIFFER = {
     *("load", "save", "yaml_cfg", "data_cache_path", "per_dataset_sequences_path", "validation_set_names"),  # files
+    *("data_path", "train_data_path"),  # files
     *("non_persistent_global_ckpt_dir", "consumed_valid_samples", "split", "tokenizer_type", "fim_data"),
     *("create_attention_mask_in_dataloader", "dataloader_defer_npy_index_mmap", "dataloader_fast_cache_load"),  # data
     *("reset_attention_mask", "reset_position_ids", "check_for_nan_in_loss_and_grad", "check_for_spiky_loss"),
