@@ -77,6 +77,7 @@ MAY_DIFFER = {
         "snip_blame",
         "snip_blame_folder",
         "snip_host_recipe",
+        "snip_graphed_experts",
         "fake_process_group",
         "optimizer_cuda_graph",
         "use_checkpoint_args",
