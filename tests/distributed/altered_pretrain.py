@@ -258,11 +258,12 @@ def sent() -> None:
 
         return call
 
-    for method, kind, place in (
-        ("_reduce_scatter_base", "reduce_scatter", 0),
-        ("reduce_scatter_tensor_coalesced", "reduce_scatter", 0),
-        ("alltoall_base", "all_to_all", 1),
+    for methods, kind, place in (  # the names since torch 2.15, and those before
+        (("reduce_scatter_single", "_reduce_scatter_base"), "reduce_scatter", 0),
+        (("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"), "reduce_scatter", 0),
+        (("all_to_all_single", "alltoall_base"), "all_to_all", 1),
     ):
+        method = next(each for each in methods if hasattr(dist.ProcessGroup, each))
         setattr(dist.ProcessGroup, method, counted(method, kind, place))
 
     def wrap(train_step: Any) -> Any:
