@@ -31,9 +31,10 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.blame import write_blame_page
 from snip_megatron.runtime.agreement import on_rank_zero
 from snip_megatron.runtime.blame import Place, blame_step
-from snip_megatron.runtime.blame_passes import Job
+from snip_megatron.runtime.blame_passes import Job, is_true_on_any
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import MapChannel
+from snip_megatron.runtime.gemm_check import objects_of_ranks
 from snip_megatron.runtime.guard import Alarm
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.storage import write_atomically
@@ -206,21 +207,16 @@ def _on_all_ranks(host: Host, make: Callable[[], StepCall]) -> StepCall | None:
         made = make()
     except SnipError:
         made = None
-    failed = torch.tensor(int(made is None), device=host.device)
-    dist.all_reduce(failed)
-    return None if failed.item() else made
+    return None if is_true_on_any(made is None, host.device) else made
 
 
 def broken_weights(model: Sequence[torch.nn.Module]) -> str | None:
     """Return the name of a parameter of some rank that is not finite. None if all are. Collective."""
     compat.gather_parameters(model)
     named = [pair for chunk in model for pair in chunk.named_parameters()]
-    sums = torch.stack([getattr(each, "_local_tensor", each).detach().sum(dtype=torch.float64) for _, each in named])
+    sums = torch.stack([each.detach().sum(dtype=torch.float64) for _, each in named])
     broken = torch.nonzero(~torch.isfinite(sums)).flatten().tolist()
-    names: list[str | None] = [named[broken[0]][0] if broken else None]
-    if dist.is_initialized():
-        local, names = names[0], names * dist.get_world_size()
-        dist.all_gather_object(names, local)
+    names = objects_of_ranks(named[broken[0]][0] if broken else None)
     return next((name for name in names if name is not None), None)
 
 
@@ -242,7 +238,7 @@ def weights_digest(model: Sequence[torch.nn.Module]) -> str:
     sums = []
     for chunk in model:
         for parameter in chunk.parameters():
-            local = getattr(parameter, "_local_tensor", parameter).detach().reshape(-1)
+            local = parameter.detach().reshape(-1)
             bits = local.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()])
             total = torch.zeros((), dtype=torch.int64, device=bits.device)
             for start in range(0, len(bits), _CHUNK):
@@ -250,11 +246,7 @@ def weights_digest(model: Sequence[torch.nn.Module]) -> str:
                 total = total * 31 + (part * torch.arange(1, 2 * len(part), 2, device=bits.device)).sum()
             sums.append(total)  # integers, which overflow alike
     local_digest = hashlib.sha256(str(torch.stack(sums).tolist()).encode()).hexdigest()
-    every = [local_digest]
-    if dist.is_initialized():
-        every *= dist.get_world_size()
-        dist.all_gather_object(every, local_digest)
-    return hashlib.sha256("".join(every).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(objects_of_ranks(local_digest)).encode()).hexdigest()[:16]
 
 
 def publish(blame: Blame, folder: Path) -> None:

@@ -152,10 +152,7 @@ class Passes:
 
     def on_any_rank(self, flag: bool) -> bool:
         """Return whether ``flag`` is true on a rank."""
-        flags = torch.tensor(int(flag), dtype=torch.int32, device=self.host.device)
-        if dist.is_initialized():
-            dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return bool(flags.item())
+        return is_true_on_any(flag, self.host.device)
 
     def until(self, share: float, watcher: Watcher) -> "TimedWatcher":
         """Return a watcher that passes products on until a share of the time has gone."""
@@ -214,6 +211,14 @@ class Passes:
         return sum(HEALTHY_RISE[bits] for bits in fprops) / len(fprops)
 
 
+def is_true_on_any(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether ``flag`` is true on a rank of a group, by default on one of all. Collective."""
+    flags = torch.tensor(int(flag), dtype=torch.int32, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+    return bool(flags.item())
+
+
 class TimedWatcher:
     """Passes products to another watcher until ``end`` on the clock of a tensor parallel rank.
 
@@ -241,9 +246,7 @@ class TimedWatcher:
         self.is_late = self.is_late or time.monotonic() > self._end
         group = product.handle.tp_group
         if group is not None and math.isfinite(self._end):
-            late = torch.tensor(int(self.is_late), dtype=torch.int32, device=product.weight.device)
-            dist.all_reduce(late, dist.ReduceOp.MAX, group=group)
-            self.is_late = bool(late.item())
+            self.is_late = is_true_on_any(self.is_late, product.weight.device, group)
         return self.is_late
 
 

@@ -316,10 +316,7 @@ class RoundingEffects:
 
     def parts(self, keys: Sequence[tuple[str, str]]) -> list[dict[Part, float]]:
         """Return part → relative squared error of its result, for each linear and GEMM of ``keys``. Collective."""
-        every: list[Any] = [[{part: row.tolist() for part, row in self._parts[key].items()} for key in keys]]
-        if dist.is_initialized():
-            every *= dist.get_world_size()
-            dist.all_gather_object(every, every[0])
+        every = objects_of_ranks([{part: row.tolist() for part, row in self._parts[key].items()} for key in keys])
         sums: list[dict[Part, list[float]]] = [defaultdict(lambda: [0.0, 0.0]) for _ in keys]
         for of_rank in every:
             for total, of_key in zip(sums, of_rank, strict=True):
@@ -335,12 +332,18 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def first_of_ranks(local: LocalFault | None) -> tuple[Fault | None, bool]:
-    """Return the first fault in execution order of all ranks, and whether it is this rank's. Collective."""
-    every: list[Any] = [None if local is None else (local.order, local.fault)]
+def objects_of_ranks[T](local: T) -> list[T]:
+    """Return a picklable object of every rank. Collective."""
+    every = [local]
     if dist.is_initialized():
         every *= dist.get_world_size()
-        dist.all_gather_object(every, every[0])
+        dist.all_gather_object(every, local)
+    return every
+
+
+def first_of_ranks(local: LocalFault | None) -> tuple[Fault | None, bool]:
+    """Return the first fault in execution order of all ranks, and whether it is this rank's. Collective."""
+    every = objects_of_ranks(None if local is None else (local.order, local.fault))
     present = [each for each in every if each is not None]
     if not present:
         return None, False
@@ -350,12 +353,8 @@ def first_of_ranks(local: LocalFault | None) -> tuple[Fault | None, bool]:
 
 def sqnr_over_ranks(sqnr: dict[tuple[str, Gemm], float]) -> dict[tuple[str, Gemm], float]:
     """Return the least ratios of all ranks. Collective."""
-    if not dist.is_initialized():
-        return sqnr
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, sqnr)
     least: dict[tuple[str, Gemm], float] = {}
-    for of_rank in every:
+    for of_rank in objects_of_ranks(sqnr):
         for key, value in of_rank.items():
             least[key] = min(least.get(key, 200.0), value)
     return least
