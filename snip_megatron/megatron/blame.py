@@ -135,10 +135,10 @@ _DATA_ARGUMENTS = ("data_path", "train_data_path", "split", "seed", "seq_length"
 
 def moved_data(args: argparse.Namespace) -> Iterator[str]:
     """Yield a line for each sign that the job reads other samples than the one that saved the checkpoint."""
-    found = compat.checkpoint_arguments(args)
-    if found is None:
+    checkpoint = compat.checkpoint_arguments(args)
+    if checkpoint is None:
         return
-    saved, saved_at = found
+    saved, saved_at = checkpoint
     for name in _DATA_ARGUMENTS:
         before, now = getattr(saved, name, None), getattr(args, name, None)
         if before != now:
@@ -171,7 +171,7 @@ def guard_blame(
     candidates: list[Callable[[], StepCall]] = [
         lambda: dataclasses.replace(
             call, step=alarm.step, num_microbatches=count,
-            data_iterator=compat.kept_microbatches(call.data_iterator, alarm.step, count),
+            data_iterator=compat.past_microbatches(call.data_iterator, alarm.step, count),
         ),
         lambda: _readable(call, count),
     ]  # fmt: skip

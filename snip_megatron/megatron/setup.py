@@ -271,8 +271,8 @@ class SnipRun:
             diagnose = functools.partial(self._diagnose, call) if self._config.guard_blame else None
             if self._config.guard_blame:
                 assert self._host is not None
-                kept = guard_microbatches(self._config, self._host, call)
-                compat.keep_microbatches(call.data_iterator, call.step, kept)
+                count = guard_microbatches(self._config, self._host, call)
+                compat.keep_microbatches(call.data_iterator, call.step, count)
             controller.before_step(call.step, probe, measure, diagnose)
             self.graphs.recapture(call.step)
         started = time.perf_counter()

@@ -7,7 +7,7 @@ from snip_megatron.megatron.compat.batches import (
     batch_size_ramp,
     divisible,
     keep_microbatches,
-    kept_microbatches,
+    past_microbatches,
     repeated,
 )
 from snip_megatron.megatron.compat.checkpoints import checkpoint_arguments, checkpoint_has, state_beside_model

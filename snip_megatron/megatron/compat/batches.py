@@ -31,13 +31,13 @@ _KEPT_STEPS = 3
 class PeekableIterator:
     """An iterator with :meth:`peek`, which returns the next items without consuming them.
 
-    ``kept`` has the first items of the latest steps, after :meth:`keep`.
+    ``past`` has the first items of the latest steps, after :meth:`keep`.
     """
 
     def __init__(self, items: Any) -> None:
         self._items = items
         self._ahead: collections.deque[Any] = collections.deque()
-        self.kept: dict[int, list[Any]] = {}
+        self.past: dict[int, list[Any]] = {}
         self._count = 0
 
     def __iter__(self) -> PeekableIterator:
@@ -45,14 +45,14 @@ class PeekableIterator:
 
     def __next__(self) -> Any:
         item = self._ahead.popleft() if self._ahead else next(self._items)
-        if self.kept and len(kept := self.kept[max(self.kept)]) < self._count:
-            kept.append(_copy(item, None))
+        if self.past and len(of_step := self.past[max(self.past)]) < self._count:
+            of_step.append(_copy(item, None))
         return item
 
     def keep(self, step: int, count: int) -> None:
         """Keep the first ``count`` items that are read from now on, as those of ``step``."""
-        self.kept, self._count = {n: self.kept[n] for n in sorted(self.kept)[1 - _KEPT_STEPS :] if n < step}, count
-        self.kept[step] = []
+        self.past, self._count = {n: self.past[n] for n in sorted(self.past)[1 - _KEPT_STEPS :] if n < step}, count
+        self.past[step] = []
 
     def __getattr__(self, name: str) -> Any:
         # Megatron calls save_state() of an external data loader. By then the step has consumed all peeked items.
@@ -101,19 +101,19 @@ def keep_microbatches(data_iterator: Any, step: int, count: int) -> None:
             _peekable(each).keep(step, count)
 
 
-def kept_microbatches(data_iterator: Any, step: int, count: int) -> Any:
+def past_microbatches(data_iterator: Any, step: int, count: int) -> Any:
     """Return an iterator like ``data_iterator`` over the microbatches that were kept of ``step``.
 
     Raises SnipError if fewer than ``count`` were.
     """
     if isinstance(data_iterator, list):
-        return [kept_microbatches(each, step, count) for each in data_iterator]
+        return [past_microbatches(each, step, count) for each in data_iterator]
     if data_iterator is None:
         return None
-    kept = _peekable(data_iterator).kept.get(step, [])
-    if len(kept) < count:
+    past = _peekable(data_iterator).past.get(step, [])
+    if len(past) < count:
         raise SnipError(f"the microbatches of step {step} were not kept")
-    return RerunDataIterator(iter(kept))
+    return RerunDataIterator(iter(past))
 
 
 def _peek(iterator: Any, count: int) -> list[Any]:

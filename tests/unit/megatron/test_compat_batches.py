@@ -53,16 +53,16 @@ def test_first_microbatches_of_the_latest_steps_are_kept() -> None:
         for batch in [next(data) for _ in range(3)]:
             batch["tokens"] = None  # a forward step may do that to its dictionary
     for _ in range(2):
-        kept = compat.kept_microbatches(data, 6, 2)
-        assert list(compat.repeated(kept, [0, 1, 0])) == [{"tokens": 10}, {"tokens": 11}, {"tokens": 10}]
-    assert [next(kept)["tokens"] for _ in range(2)] == [10, 11]
+        past = compat.past_microbatches(data, 6, 2)
+        assert list(compat.repeated(past, [0, 1, 0])) == [{"tokens": 10}, {"tokens": 11}, {"tokens": 10}]
+    assert [next(past)["tokens"] for _ in range(2)] == [10, 11]
     with pytest.raises(SnipError, match="step 4 were not kept"):
-        compat.kept_microbatches(data, 4, 2)
+        compat.past_microbatches(data, 4, 2)
     with pytest.raises(SnipError, match="step 7 were not kept"):
-        compat.kept_microbatches(data, 7, 3)
+        compat.past_microbatches(data, 7, 3)
     compat.keep_microbatches([data, None], 8, 1)
     assert next(data)["tokens"] == 16
-    first, second = compat.kept_microbatches([data, None], 8, 1)
+    first, second = compat.past_microbatches([data, None], 8, 1)
     assert (next(first)["tokens"], second) == (16, None)
 
 
