@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from snip_megatron import __version__
 from snip_megatron.precision import Gemm, LinearId
-from snip_megatron.reporting import template_text
+from snip_megatron.reporting import page_template, template_text
 from snip_megatron.runtime.storage import deliver
-from snip_megatron.sensitivity.blame import BUG, PASSES, ROUNDING, UNFINISHED, Blame, Harm
+from snip_megatron.sensitivity.blame import BUG, PASSES, ROUNDING, UNFINISHED, Blame
 
 _TITLES = {BUG: "A bug", ROUNDING: "Rounding", UNFINISHED: "Unfinished"}
 _PASSES = {"bf16": "bf16", "reference": "exact formats", "kernels": "kernels"}
@@ -31,11 +29,7 @@ def write_blame_page(blame: Blame, path: Path) -> None:
 
 def blame_page(blame: Blame) -> str:
     """Return the page of a verdict."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(template_text("blame.html"))
-    return template.render(
+    return page_template("blame.html").render(
         version=__version__,
         style=Markup(template_text("report.css")),
         blame=blame,
@@ -79,32 +73,11 @@ def _bug_rows(blame: Blame) -> list[tuple[str, str]]:
 
 
 # -- the model as a grid -----------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class _Cell:
-    """A GEMM in the picture: its corner, its colour and the text of its tooltip."""
+def _grid(blame: Blame) -> dict[str, Any] | None:
+    """Return the picture of the GEMMs that the verdict has figures of: layers down, linears and their GEMMs across.
 
-    x: int
-    y: int
-    opacity: float
-    is_bf16: bool
-    is_blamed: bool
-    text: str
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """The model: layers down, linears and their GEMMs across."""
-
-    width: int
-    height: int
-    cells: list[_Cell]
-    columns: list[tuple[int, str]]
-    rows: list[tuple[int, str]]
-    cell: tuple[int, int] = (_CELL - 1, _HEIGHT - 1)
-
-
-def _grid(blame: Blame) -> _Grid | None:
-    """Return the picture of the GEMMs that the verdict has figures of. None without any."""
+    Each of ``cells`` has its corner, its colour and the text of its tooltip. None without figures.
+    """
     if not blame.harm:
         return None
     linears = {harm.linear: LinearId.parse(harm.linear) for harm in blame.harm}
@@ -114,38 +87,28 @@ def _grid(blame: Blame) -> _Grid | None:
     blamed = {(culprit.linear, culprit.gemm) for culprit in blame.culprits if culprit.confirmed}
     if blame.bug is not None:
         blamed |= {(blame.bug.linear, gemm) for gemm in ([blame.bug.gemm] if blame.bug.gemm else gemms)}
+    left = [_LEFT + column * (3 * _CELL + _GAP) for column in range(len(paths) + 1)]
     cells = []
     for harm in blame.harm:
         linear = linears[harm.linear]
-        column = paths.index(linear.path)
+        kernel = "" if harm.sqnr_of_kernel is None else f", kernel {harm.sqnr_of_kernel:.0f} dB"
         cells.append(
-            _Cell(
-                x=_x(column) + gemms.index(harm.gemm) * _CELL,
-                y=_TOP + layers.index((linear.stack, linear.layer)) * _HEIGHT,
-                opacity=math.sqrt(max(0.0, harm.share) / largest) if largest > 0 else 0.0,
-                is_bf16=harm.format == "bf16",
-                is_blamed=(harm.linear, harm.gemm) in blamed,
-                text=_tooltip(harm),
-            )
+            {
+                "x": left[paths.index(linear.path)] + gemms.index(harm.gemm) * _CELL,
+                "y": _TOP + layers.index((linear.stack, linear.layer)) * _HEIGHT,
+                "opacity": math.sqrt(max(0.0, harm.share) / largest) if largest > 0 else 0.0,
+                "is_bf16": harm.format == "bf16",
+                "is_blamed": (harm.linear, harm.gemm) in blamed,
+                "text": f"{harm.linear}:{harm.gemm}, {harm.format}: {harm.share:.1%} of the harm{kernel}",
+            }
         )
     names = [path.rpartition(".")[2].removeprefix("linear_") for path in paths]
-    return _Grid(
-        width=_x(len(paths)),
-        height=_TOP + len(layers) * _HEIGHT + 4,
-        cells=cells,
-        columns=[(_x(column) + 3 * _CELL // 2, name) for column, name in enumerate(names)],
-        rows=[(_TOP + row * _HEIGHT, _layer(*layer)) for row, layer in enumerate(layers)],
-    )
-
-
-def _x(column: int) -> int:
-    return _LEFT + column * (3 * _CELL + _GAP)
-
-
-def _layer(stack: str, layer: int) -> str:
-    return str(layer) if stack == "decoder" else f"{stack[0]}{layer}"
-
-
-def _tooltip(harm: Harm) -> str:
-    kernel = "" if harm.sqnr_of_kernel is None else f", kernel {harm.sqnr_of_kernel:.0f} dB"
-    return f"{harm.linear}:{harm.gemm}, {harm.format}: {harm.share:.1%} of the harm{kernel}"
+    labels = [str(layer) if stack == "decoder" else f"{stack[0]}{layer}" for stack, layer in layers]
+    return {
+        "width": left[-1],
+        "height": _TOP + len(layers) * _HEIGHT + 4,
+        "cell": (_CELL - 1, _HEIGHT - 1),
+        "cells": cells,
+        "columns": [(x + 3 * _CELL // 2, name) for x, name in zip(left, names, strict=False)],
+        "rows": [(_TOP + row * _HEIGHT, label) for row, label in enumerate(labels)],
+    }

@@ -44,7 +44,7 @@ def loss_spikes(run: RunData) -> list[int]:
 
 def measured_rise(adoption: Adoption) -> str | None:
     """Return the rise of the loss that was measured when a map was adopted, as text. None if none was measured."""
-    rise, error = number(adoption.fields.get("measured_rise")), number(adoption.fields.get("measured_error"))
+    rise, error = adoption.figure("measured_rise"), adoption.figure("measured_error")
     return None if rise is None else f"{rise:.2g}" + ("" if error is None else f" ± {error:.1g}")
 
 
@@ -87,16 +87,15 @@ def _rise(run: RunData) -> Check:
     measured = [adoption for adoption in run.adoptions if measured_rise(adoption) is not None]
     if not measured:
         return Check("Rise of the loss", "not measured: no map of this run was tried before it was adopted", None)
-    latest, budget = measured[-1], run.budget
-    bound = budget.value if budget is not None and budget.kind == "loss" else None
-    rise, error = (number(latest.fields.get(name)) or 0.0 for name in ("measured_rise", "measured_error"))
-    predicted = number(latest.fields.get("predicted_rise"))
+    latest, bound = measured[-1], run.bound
+    rise, error, predicted = map(latest.figure, ("measured_rise", "measured_error", "predicted_rise"))
+    rise, error = rise or 0.0, error or 0.0
     text = f"map {latest.version} raised it by {measured_rise(latest)} nats as measured"
     text += "" if predicted is None else f", predicted {predicted:.2g}"
     text += "" if bound is None else f", bound {bound:g}"
     within = bound is None or rise - 2 * error <= bound
 
-    figures = [[number(a.fields.get(name)) for name in ("measured_rise", "predicted_rise")] for a in measured]
+    figures = [(adoption.figure("measured_rise"), adoption.figure("predicted_rise")) for adoption in measured]
     known = np.array([pair for pair in figures if None not in pair], dtype=float)
     several = len(known) >= _SEVERAL
     if several:

@@ -15,12 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from snip_megatron import __version__
 from snip_megatron.precision.errors import needs_extra
-from snip_megatron.reporting import template_text
+from snip_megatron.reporting import page_template, template_text
 from snip_megatron.reporting.figures import format_figure, loss_figure, map_payload
 from snip_megatron.reporting.health import checks, measured_rise
 from snip_megatron.reporting.map_views import phase_view
@@ -63,7 +62,7 @@ def render(run: RunData, *, live: bool = False) -> str:
     unconverted = [f"Not converted: {'; '.join(map(str, stays))}."] if isinstance(stays, list) and stays else []
     rises: dict[int | None, str | None] = {adoption.step: measured_rise(adoption) for adoption in run.adoptions}
     plotly_js, page_js = get_plotlyjs(), template_text("report.js")
-    return _template().render(
+    return page_template("report.html").render(
         version=__version__,
         style=Markup(template_text("report.css")),
         scripts=[Markup(plotly_js), Markup(page_js)],
@@ -206,24 +205,6 @@ def _short(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + _details(value) + "}"
     return value if isinstance(value, str) else json.dumps(value)
-
-
-# -- the template --------------------------------------------------------------------------------------------------
-@functools.cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["data"] = _script_data
-    environment.filters["figure"] = lambda value: "" if value is None else f"{value:.4g}"
-    environment.filters["percent"] = lambda value: "" if value is None else f"{value:.2%}"
-    return environment.from_string(template_text("report.html"))
-
-
-def _script_data(value: Any) -> Markup:
-    """Return JSON for a ``<script type="application/json">``. ``<``, ``>`` and ``&`` are escaped."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,7 @@ class Memory:
     resident: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunSummary:
     """The figures of a run and their verdict. Times are those of rank 0, in seconds. None means: not known.
 
@@ -115,25 +115,25 @@ class RunSummary:
         gpus: number of GPUs. 0 on a CPU.
     """
 
-    verdict: str
-    why: str
-    warnings: tuple[str, ...]
     steps: int
     total_steps: int | None
     bf16_s: float | None
     bf16_steps: int
     maps: tuple[Stretch, ...]
     saved_s: float | None
-    saved_run_s: float | None
     updates: int
     costs: Mapping[str, float]
     loss: LossCost | None
     memory: Memory | None
-    tokens_s: float | None = None
+    tokens_s: float | None
+    lost: Mapping[str, int]
+    gpus: int
+    why: str = ""
+    verdict: str = ""
+    warnings: tuple[str, ...] = ()
+    saved_run_s: float | None = None
     over_fp8: float | None = None
     fp8: str = ""
-    lost: Mapping[str, int] = field(default_factory=dict)
-    gpus: int = 0
 
     @property
     def gpu_hours_saved(self) -> float | None:
@@ -165,11 +165,8 @@ class RunSummary:
     @property
     def steps_to_pay(self) -> int | None:
         """Number of steps under the latest map in which an update pays for itself. None if they save nothing."""
-        judged = self.judged
-        if not self.updates or judged is None or judged.bf16_s is None or judged.step_s is None:
-            return None
-        saving = judged.bf16_s - judged.step_s
-        return math.ceil(self.update_s / saving) if saving > 0 else None
+        saving = (self.judged and self.judged.step_saving) or 0.0
+        return math.ceil(self.update_s / saving) if self.updates and saving > 0 else None
 
     @property
     def judged(self) -> Stretch | None:
@@ -202,16 +199,12 @@ def summarise(run: RunData) -> RunSummary:
     batch, length = number(run.facts.get("global_batch_size")), number(run.config.get("seq_length"))
     step_s = next((stretch.step_s for stretch in reversed(maps) if stretch.step_s), None)
     summary = RunSummary(
-        verdict="",
-        why=_why_not_judged(run),
-        warnings=(),
         steps=steps,
         total_steps=None if train_iters is None else max(int(train_iters), steps),
         bf16_s=account.bf16_s,
         bf16_steps=account.bf16_steps,
         maps=tuple(maps),
         saved_s=account.saved_s(),
-        saved_run_s=None,
         updates=account.updates,
         costs={kind: seconds for kind, seconds in account.costs.items() if seconds},
         loss=_loss_cost(run),
@@ -219,16 +212,19 @@ def summarise(run: RunData) -> RunSummary:
         tokens_s=None if batch is None or length is None or step_s is None else batch * length / step_s,
         lost=run.lost,
         gpus=0 if run.facts.get("device", "cpu") == "cpu" else int(number(run.facts.get("world_size")) or 1),
+        why=_why_not_judged(run),
     )
     last = run.adoptions[-1].precision_map if run.adoptions else None
     over = None if prediction is None or last is None else prediction.over_fp8(last, account.latest_bf16_s)
     if over is not None:
-        summary = replace(summary, fp8=over[0].value, over_fp8=over[1])
+        summary.fp8, summary.over_fp8 = over[0].value, over[1]
     if summary.why:  # without times in bf16, no stretch has a speedup that a reader could take for a result
-        summary = replace(summary, maps=tuple(replace(stretch, bf16=deque()) for stretch in maps), saved_s=None)
+        summary.maps, summary.saved_s = tuple(replace(stretch, bf16=deque()) for stretch in maps), None
     else:
-        summary = replace(summary, saved_run_s=_saved_over_run(summary, run))
-    return _with_verdict(summary, run)
+        summary.saved_run_s = _saved_over_run(summary, run.config)
+    summary.verdict, summary.why, warnings = _verdict(summary, run)
+    summary.warnings = tuple(warning for warning in warnings if warning)
+    return summary
 
 
 # -- time ----------------------------------------------------------------------------------------------------------
@@ -241,24 +237,16 @@ def _why_not_judged(run: RunData) -> str:
     return "the batch size ramps up, and steps with it" if run.facts.get("batch_size_ramps") else ""
 
 
-def _saved_over_run(summary: RunSummary, run: RunData) -> float | None:
+def _saved_over_run(summary: RunSummary, config: Mapping[str, Any]) -> float | None:
     """Return the time saved at the end of the run, if the current map stays and updates cost what they have cost."""
     last = summary.maps[-1] if summary.maps else None
     if summary.saved_s is None or summary.total_steps is None or last is None or last.speedup is None:
         return None
-    steps = summary.total_steps - summary.steps
-    step_saving = 0.0
-    if last.quantised and last.bf16_s is not None and last.step_s is not None:
-        step_saving = last.bf16_s - last.step_s
-    future_costs = _count_future_updates(steps, run.config) * summary.update_s
-    return summary.saved_s + steps * step_saving - future_costs
-
-
-def _count_future_updates(steps: int, config: Mapping[str, Any]) -> int:
-    interval = number(config.get("update_interval"))
+    steps, interval = summary.total_steps - summary.steps, number(config.get("update_interval"))
     policy = str(config.get("policy"))
     fixed = config.get("map") or config.get("replay") or policy.startswith(("uniform", "bf16", "late-"))
-    return 0 if not interval or fixed else steps // max(1, int(interval))
+    updates = 0 if not interval or fixed else steps // max(1, int(interval))
+    return summary.saved_s + steps * (last.step_saving or 0.0) - updates * summary.update_s
 
 
 def _stretch_prediction(
@@ -267,7 +255,7 @@ def _stretch_prediction(
     """Return the predicted speedup under the map of a stretch, and of what: the whole ``step`` or the ``linears``."""
     if adoption is None or not stretch.quantised:
         return None, ""
-    step, precision_map = number(adoption.fields.get("step_speedup")), adoption.precision_map
+    step, precision_map = adoption.figure("step_speedup"), adoption.precision_map
     if step is None and precision_map is not None:
         step = precision_map.step_speedup if prediction is None else prediction.step_speedup(precision_map)
     if step is not None:
@@ -294,12 +282,9 @@ def _loss_cost(run: RunData) -> LossCost | None:
     # Under loss= a plan minimises time. The objective of each of its maps is a loss under any budget.
     if plans and backward:
         at_end = math.fsum(phase.precision_map.objective or 0.0 for phase in plans[-1].phases)
-    budget = run.budget
-    bound = budget.value if budget is not None and budget.kind == "loss" else None
-    rise, error = (number(last.fields.get(name)) for name in ("measured_rise", "measured_error"))
     return LossCost(
-        last.version, nats, low, high, backward, _measured_rise(run, last.step), steps, at_end, bound,
-        _bf16_loss(run, nats), rise, error,
+        last.version, nats, low, high, backward, _measured_rise(run, last.step), steps, at_end, run.bound,
+        _bf16_loss(run, nats), last.figure("measured_rise"), last.figure("measured_error"),
     )  # fmt: skip
 
 
@@ -349,24 +334,53 @@ def _memory(run: RunData) -> Memory | None:
 
 
 # -- verdict -------------------------------------------------------------------------------------------------------
-def _with_verdict(summary: RunSummary, run: RunData) -> RunSummary:
+def _verdict(summary: RunSummary, run: RunData) -> tuple[str, str, list[str]]:
+    """Return the verdict, the reason if it is neither yes nor no, and warnings, of which some may be empty."""
+    judged = summary.judged
     if not any(stretch.quantised for stretch in summary.maps):
-        why = f"every step so far was in bf16: {_why_no_map(run, summary.steps)}"
-        return replace(summary, verdict="no map", why=why)
+        return "no map", f"every step so far was in bf16: {_why_no_map(run, summary.steps)}", []
     if summary.why:
-        return replace(summary, verdict="not judged")
-    if summary.judged is None or summary.saved_s is None:
-        if summary.bf16_s is None:
-            why = (
-                f"usual steps in bf16 to compare with are {summary.bf16_steps}, {STEPS} are needed: use a later"
-                " --snip-first-update"
-            )
-            return replace(summary, verdict="not judged", why=why)
-        return replace(summary, verdict="too early", why=f"fewer than {STEPS} usual steps ran under a map")
-    reason, hint = _why_not_worth(summary, summary.judged), _hint(summary.judged)
-    if longer := _why_in_longer_runs(summary, summary.judged, number(run.config.get("update_interval")) or 0.0):
-        return replace(summary, verdict="in longer runs", why=longer, warnings=(hint,) if hint else ())
-    return replace(summary, verdict="yes" if reason is None else "no", warnings=tuple(w for w in (reason, hint) if w))
+        return "not judged", summary.why, []
+    if judged is None or judged.speedup is None or summary.saved_s is None:
+        if summary.bf16_s is not None:
+            return "too early", f"fewer than {STEPS} usual steps ran under a map", []
+        few = f"usual steps in bf16 to compare with are {summary.bf16_steps}, {STEPS} are needed: use a later"
+        return "not judged", f"{few} --snip-first-update", []
+    total, pays = summary.saved_s if summary.saved_run_s is None else summary.saved_run_s, summary.steps_to_pay
+    of_map, speedup = f"under map {judged.version}", f"{judged.speedup:.2f} x"
+    hint = ""
+    predicted = judged.predicted if judged.predicted_of == "step" else None
+    if predicted is not None and predicted > TOLERANCE and judged.speedup - 1.0 < 0.5 * (predicted - 1.0):
+        hint = (
+            f"less than half of the predicted gain was measured ({speedup}, predicted {predicted:.2f} x): measure this"
+            " GPU with snip calibrate and give --snip-timings FILE"
+        )
+    if judged.speedup < TOLERANCE:
+        slow = (
+            f"steps {of_map} are not faster than in bf16 ({speedup}): if the GPU waits for its host, larger"
+            " microbatches or fewer tensor parallel ranks help; else ask for what pays: --snip without a budget, snip"
+            " plan"
+        )
+        return "no", "", [slow, hint]
+    if total <= 0 and pays is not None and pays < (number(run.config.get("update_interval")) or 0.0):
+        later = (
+            f"a step {of_map} is {speedup} as fast as in bf16, and an update of {duration(summary.update_s)} pays for"
+            f" itself after {pays:,} steps; this run had {judged.steps:,} of them"
+        )
+        return "in longer runs", later, [hint]
+    if total <= 0:
+        dear = (
+            f"updates cost more than the maps save: one pays for itself after {pays or 0:,} steps; use a longer"
+            " --snip-update-interval"
+        )
+        return "no", "", [dear, hint]
+    if summary.loss is not None and (summary.loss.steps or 0.0) * (summary.bf16_s or 0.0) > total:
+        lossy = (
+            "the predicted rise of the loss costs more training time than was saved: ask for less, with a smaller"
+            " --snip-budget or with --snip-budget loss=NATS"
+        )
+        return "no", "", [lossy, hint]
+    return "yes", "", [hint]
 
 
 def _why_no_map(run: RunData, steps: int) -> str:
@@ -402,54 +416,6 @@ def _why_no_map(run: RunData, steps: int) -> str:
     first = number(run.facts.get("first_update")) or number(config.get("first_update")) or 0.0
     return (
         f"none was due, because the first update is before step {first:.0f}: train longer, or use --snip-first-update"
-    )
-
-
-def _why_in_longer_runs(summary: RunSummary, judged: Stretch, interval: float) -> str | None:
-    """Return why only longer runs gain: their updates pay, and those of this run came too late. None otherwise."""
-    total, pays = summary.saved_s if summary.saved_run_s is None else summary.saved_run_s, summary.steps_to_pay
-    if (judged.speedup or 0.0) < TOLERANCE or total is None or total > 0 or pays is None or pays >= interval:
-        return None
-    return (
-        f"a step under map {judged.version} is {judged.speedup:.2f} x as fast as in bf16, and an update of"
-        f" {duration(summary.update_s)} pays for itself after {pays:,} steps; this run had {judged.steps:,} of them"
-    )
-
-
-def _why_not_worth(summary: RunSummary, judged: Stretch) -> str | None:
-    """Return why it was not worth it, with a remedy. None if it was."""
-    speedup = judged.speedup or 0.0
-    total = summary.saved_s if summary.saved_run_s is None else summary.saved_run_s
-    if speedup < TOLERANCE:
-        return (
-            f"steps under map {judged.version} are not faster than in bf16 ({speedup:.2f} x): if the GPU waits"
-            " for its host, larger microbatches or fewer tensor parallel ranks help; else ask for what pays:"
-            " --snip without a budget, snip plan"
-        )
-    if total is not None and total <= 0:
-        return (
-            f"updates cost more than the maps save: one pays for itself after {summary.steps_to_pay or 0:,}"
-            " steps; use a longer --snip-update-interval"
-        )
-    if summary.loss is None or summary.loss.steps is None or total is None:
-        return None
-    if summary.loss.steps * (summary.bf16_s or 0.0) > total:
-        return (
-            "the predicted rise of the loss costs more training time than was saved: ask for less, with a smaller"
-            " --snip-budget or with --snip-budget loss=NATS"
-        )
-    return None
-
-
-def _hint(judged: Stretch) -> str | None:
-    """Return a remedy if much less was gained than predicted, otherwise None."""
-    speedup = judged.speedup or 0.0
-    predicted = judged.predicted if judged.predicted_of == "step" else None
-    if predicted is None or predicted <= TOLERANCE or speedup - 1.0 >= 0.5 * (predicted - 1.0):
-        return None
-    return (
-        f"less than half of the predicted gain was measured ({speedup:.2f} x, predicted {predicted:.2f} x): measure"
-        " this GPU with snip calibrate and give --snip-timings FILE"
     )
 
 

@@ -82,11 +82,16 @@ class Stretch:
         return self.bf16_s / self.step_s if self.step_s and self.bf16_s else None
 
     @property
-    def saved_s(self) -> float | None:
-        """Seconds saved against bf16, without costs. 0 in bf16, negative if slower. None if they are not known."""
+    def step_saving(self) -> float | None:
+        """Seconds by which a step is shorter than in bf16, negative if it is longer. 0 in bf16. None if not known."""
         if not self.quantised:
             return 0.0
-        return self.steps * (self.bf16_s - self.step_s) if self.step_s and self.bf16_s else None
+        return self.bf16_s - self.step_s if self.step_s and self.bf16_s else None
+
+    @property
+    def saved_s(self) -> float | None:
+        """Seconds saved against bf16, without costs."""
+        return None if self.step_saving is None else self.steps * self.step_saving
 
     @property
     def settled_s(self) -> float:

@@ -229,6 +229,10 @@ class Adoption:
     loss: float | None
     achieved: float | None
 
+    def figure(self, name: str) -> float | None:
+        """Return a figure of the ``adopt`` event."""
+        return number(self.fields.get(name))
+
 
 @dataclass(frozen=True)
 class Update:
@@ -289,6 +293,11 @@ class RunData:
             return Budget.parse(self.config.get("budget"), "budget")
         except SnipError:
             return None
+
+    @property
+    def bound(self) -> float | None:
+        """The bound of a budget ``loss=``, in nats. None for other budgets."""
+        return self.budget.value if self.budget is not None and self.budget.kind == "loss" else None
 
     @property
     def maps(self) -> list[Adoption]:

@@ -107,7 +107,7 @@ def main() -> None:
         with contextlib.suppress(ModuleNotFoundError):  # a release of Megatron may lack one
             importlib.import_module(name)
     read_help_of_options_once()
-    report._template()
+    report.page_template("report.html")
     for line in sys.stdin:
         codes = _run(json.loads(line))
         print(json.dumps(codes), flush=True)
