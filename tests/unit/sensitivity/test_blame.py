@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from snip_megatron.numerics.products.host_recipe import HostRecipe
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity.blame import Blame, Culprit, Fault, Harm, PassFigures, Remedy, Trial, smallest_set
 from snip_megatron.sensitivity.outliers import LIMIT, outliers, worst_part
@@ -109,3 +111,43 @@ def test_an_error_that_a_format_always_has_is_no_harm() -> None:
     errors, bits = dict.fromkeys(keys, 0.012), dict.fromkeys(keys, 8)
     assert outliers(errors | {keys[2]: 0.035}, bits) == {}
     assert list(outliers(errors | {keys[2]: 0.06}, bits)) == [keys[2]]
+
+
+RECIPES = {
+    "hybrid": HostRecipe("delayed", hybrid=True),
+    "e4m3": HostRecipe("tensorwise"),
+}
+
+
+def wgrads(recipe: HostRecipe, seed: int, stale: float = 1.0) -> dict[tuple[str, str], tuple[float, float]]:
+    """The errors of results and operands of eight wgrads. The tokens of the first alone have no mean in common, and the
+    scale of its gradients is too large by ``stale``."""
+    torch.manual_seed(seed)
+    errors = {}
+    for layer in range(8):
+        error = signal = mse = 0.0
+        x, g = (torch.randn(256, width) + bool(layer) * 2 * torch.randn(width) for width in (64, 96))
+        numbers = []
+        for operand, tensor in (("x", x), ("g", g)):
+            scale = recipe.element(operand).maximum / tensor.abs().max() * (stale if (layer, operand) == (0, "g") else 1)
+            numbers.append(recipe.quantize(tensor, operand, 0, scale=scale).dequantize().float())
+            mse += float((numbers[-1] - tensor).square().sum() / tensor.square().sum())
+        exact = g.t() @ x
+        error, signal = float((numbers[1].t() @ numbers[0] - exact).square().sum()), float(exact.square().sum())
+        errors[f"decoder.layers.{layer}.mlp.linear_fc1", "wgrad"] = math.sqrt(error / signal), mse
+    return errors
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gradient_whose_products_do_not_add_up_is_healthy(recipe: str) -> None:
+    """Its errors then show as they are, beside peers whose results hide theirs."""
+    first = ("decoder.layers.0.mlp.linear_fc1", "wgrad")
+    for seed in range(40):
+        figures = wgrads(RECIPES[recipe], seed)
+        errors, operands = ({key: pair[i] for key, pair in figures.items()} for i in (0, 1))
+        bits = dict.fromkeys(errors, 8)
+        assert errors[first] > 2 * max(error for key, error in errors.items() if key != first)
+        assert outliers(errors, bits, operands) == {}
+        figures = wgrads(RECIPES["hybrid"], seed, stale=4.0)  # a history whose amax is too small
+        errors, operands = ({key: pair[i] for key, pair in figures.items()} for i in (0, 1))
+        assert list(outliers(errors, bits, operands)) == [first]
