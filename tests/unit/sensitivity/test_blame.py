@@ -125,11 +125,11 @@ def wgrads(recipe: HostRecipe, seed: int, stale: float = 1.0) -> dict[tuple[str,
     torch.manual_seed(seed)
     errors = {}
     for layer in range(8):
-        error = signal = mse = 0.0
         x, g = (torch.randn(256, width) + bool(layer) * 2 * torch.randn(width) for width in (64, 96))
-        numbers = []
+        mse, numbers = 0.0, []
         for operand, tensor in (("x", x), ("g", g)):
-            scale = recipe.element(operand).maximum / tensor.abs().max() * (stale if (layer, operand) == (0, "g") else 1)
+            factor = stale if (layer, operand) == (0, "g") else 1.0
+            scale = factor * recipe.element(operand).maximum / tensor.abs().max()
             numbers.append(recipe.quantize(tensor, operand, 0, scale=scale).dequantize().float())
             mse += float((numbers[-1] - tensor).square().sum() / tensor.square().sum())
         exact = g.t() @ x
