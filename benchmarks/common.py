@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
+import importlib.metadata
 import json
 import os
 import random
@@ -30,8 +32,10 @@ def commit(given: str | None = None) -> str:
     named = given or os.environ.get("SNIP_COMMIT")
     if named:
         return named
-    found = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    head = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    with contextlib.suppress(FileNotFoundError):  # a machine without git
+        return subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    return "unknown"
 
 
 def header(given_commit: str | None) -> dict[str, Any]:
@@ -39,12 +43,8 @@ def header(given_commit: str | None) -> dict[str, Any]:
     import triton
 
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__}
-    try:
-        import transformer_engine
-
-        versions["transformer_engine"] = transformer_engine.__version__
-    except ImportError:
-        pass
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # the import takes seconds, and may fail
+        versions["transformer_engine"] = importlib.metadata.version("transformer_engine")
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "date": datetime.date.today().isoformat(),

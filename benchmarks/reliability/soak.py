@@ -3,17 +3,23 @@
 python -m benchmarks.reliability.soak --steps N --out F.json                  # TP2 × PP2 × DP2 on eight CPU ranks
 python -m benchmarks.reliability.soak --steps N --device cuda --layout tp2 --out F.json
 
-On GPUs this command starts torchrun. Faults come from the table of the tests (tests/faults/table.py), drawn by a
-seed. Every loss, gradient norm and map must be that of the replay, bit for bit, and what each
-process holds must be flat after the first tenth: see :func:`flatness`.
+Ranks are forked from a process that has imported what they need; on GPUs each takes the next visible one. Faults come
+from the table of the tests (tests/faults/table.py), drawn by a seed. Every loss, gradient norm and map must be that of
+the replay, bit for bit, and what each process holds must be flat after the first tenth: see :func:`flatness`. A soak
+that is stopped by ``--timeout`` or a signal judges and writes what it has. The exit code is 0 if nothing was lost, grew
+or was left out. Otherwise what the ranks said stands beside the result file, in ``F.log``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import os
 import random
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/gpu")]
 
-from faults.campaign import NOT_REACHED, Job, LostError, lines_of  # noqa: E402  adds tests/distributed
+from faults.campaign import NOT_REACHED, Job, LostError, curve_of, lines_of  # noqa: E402  adds tests/distributed
 from faults.table import Case, all_cases, ends  # noqa: E402
-from launch import run_ranks  # noqa: E402
+from forked_ranks import run_ranks  # noqa: E402
 from warm_ranks import WarmRanks  # noqa: E402
 
 from benchmarks.common import header, write  # noqa: E402
@@ -46,23 +52,33 @@ ON_GPUS = (
     "--bf16 --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8 --num-query-groups 4 --seq-length 256"
     " --max-position-embeddings 256 --disable-jit-fuser"
 )
-_DETERMINISTIC = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-}
 _DELAY_S = 3.0
-RESIDENT_SHARE = 0.02
+MEMORY_SHARE = 0.02
+"""By which memory may grow."""
+TRAINING_SHARE = 0.6
+"""Of the time that training and replay may take."""
 Body = dict[str, Any]
 
 
 class GpuRanks:
-    """Starts ranks by torchrun, each with a GPU of its own, as :class:`WarmRanks` does on the CPU."""
+    """Runs jobs as :class:`WarmRanks` does, each rank on a GPU of its own."""
 
-    def run(self, ranks: int, args: Sequence[str], *, env: Mapping[str, str], grace: float, **options: Any) -> Any:
-        options["tmp"].mkdir(parents=True, exist_ok=True)
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))}
-        return run_ranks(ranks, args, env=devices | _DETERMINISTIC | dict(env), **options)
+    def run(
+        self,
+        ranks: int,
+        args: Sequence[str],
+        *,
+        module: str,
+        env: Mapping[str, str],
+        tmp: Path,
+        timeout: float,
+        grace: float,
+    ) -> subprocess.CompletedProcess[str]:
+        tmp.mkdir(parents=True)
+        outputs = [(tmp / f"rank{rank}.out", tmp / f"rank{rank}.err") for rank in range(ranks)]
+        codes = run_ranks(ranks, module, args, folder=tmp, outputs=outputs, environment=env, timeout=timeout)
+        out, err = ("".join(pair[kind].read_text(errors="replace") for pair in outputs) for kind in (0, 1))
+        return subprocess.CompletedProcess(list(args), next(filter(None, codes), 0), out, err)
 
     def close(self) -> None:
         """Do nothing."""
@@ -85,24 +101,37 @@ def soak(
 ) -> Body:
     """Train with faults from the update at or after a step, and replay without.
 
-    Returns what came of it; ``lost`` says what a fault has cost. One whose update was skipped, because the map before
-    it was late, costs nothing.
+    Returns what came of it, also if the time is over or a KeyboardInterrupt comes. ``lost`` says what a fault has cost.
+    One whose update was skipped, because the map before it was late, costs nothing.
     """
     count, cases = LAYOUTS[layout][0], list(faults.values())
-    started = time.perf_counter()
+    shares = (timeout * TRAINING_SHARE, timeout * (1.0 - TRAINING_SHARE))
+    started, at = time.perf_counter(), folder / "job"
     job = Job(
-        ranks, folder / "job", LAYOUTS[layout], cases, _DELAY_S, first=UPDATES, interval=UPDATES, lag=LAG,
-        due=list(faults), steps=steps, extra=[*SNIP, *extra], sample_every=max(1, steps // 200), timeout=timeout,
+        ranks, at, LAYOUTS[layout], cases, _DELAY_S, first=UPDATES, interval=UPDATES, lag=LAG, due=list(faults),
+        steps=steps, extra=[*SNIP, *extra], sample_every=max(1, steps // 200), shares=shares,
     )  # fmt: skip
-    body: Body = {"layout": layout, "ranks": count, "steps": steps}
+    stopped, lost = None, []
     try:
         job.run()
     except LostError as error:
-        return body | {"lost": str(error)}
-    lost = [f"{cases[index]}: {why}" for index, why in job.lost.items() if why != NOT_REACHED]
-    kinds = [event["event"] for event in read_events(folder / "job" / "run")]
+        lost = [str(error)]
+    except KeyboardInterrupt:
+        stopped = "by a signal"
+        end_processes(at)
+    lost += [f"{cases[index]}: {why}" for index, why in job.lost.items() if why != NOT_REACHED]
+    trained = len(curve_of(at, "0."))
+    if not lost and stopped is None and job.compared < steps:
+        stopped = "by its time"
+    kinds = [event["event"] for event in read_events(at / "run")] if (at / "run/events.jsonl").exists() else []
     counts = {kind: kinds.count(kind) for kind in ("submit", "adopt", "solve_failed", "dropped", "sidecar_restart")}
-    return body | {
+    return {
+        "layout": layout,
+        "ranks": count,
+        "steps": steps,
+        "trained": trained,
+        "compared": job.compared,
+        "stopped": stopped,
         "lost": lost or None,
         "seconds": round(time.perf_counter() - started, 1),
         "events": counts,
@@ -110,28 +139,39 @@ def soak(
             {"from_step": step, **case._asdict(), "outcome": job.outcomes.get(index, NOT_REACHED)}
             for index, (step, case) in enumerate(faults.items())
         ],
-        "resources": [flatness(lines_of(folder / "job", f"resources{rank}")) for rank in range(count)],
+        "resources": [flatness(lines_of(at, f"resources{rank}")) for rank in range(count)],
     }
+
+
+def end_processes(folder: Path) -> None:
+    """Kill the processes that work below a folder."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cwd").readlink().is_relative_to(folder):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def flatness(samples: Sequence[Mapping[str, int]]) -> Body:
     """Judge what one process held at the samples of a training. The first tenth is left out.
 
-    Each figure is [median of the second tenth, median of the last tenth]. Descriptors, threads and bytes of device
-    memory are flat if they grow by one at most, resident memory by :data:`RESIDENT_SHARE`. The run directory grows by
+    Each figure is [median of the second tenth, median of the last tenth]. Descriptors and threads are flat if they grow
+    by one at most; resident memory, and bytes of the device that tensors take (``allocated``) and that torch holds
+    (``device``), by :data:`MEMORY_SHARE`. The run directory grows by
     the records of steps and updates, so that its bytes a step must stay the same: those of the last third are at most
     1.25 times those of the second one. Bytes that a fault has removed stay counted.
     """
-    tenth = max(1, len(samples) // 10)
+    if len(samples) < 20:
+        return {"samples": len(samples), "growing": []}
+    tenth = len(samples) // 10
     first, last = samples[tenth : 2 * tenth], samples[-tenth:]
     body: Body = {}
     growing = []
-    for name, most in (("descriptors", 1.0), ("threads", 1.0), ("device", 1.0), ("resident", None)):
+    for name in ("descriptors", "threads", "resident", "allocated", "device"):
         ends = [statistics.median(sample[name] for sample in part) for part in (first, last)]
         body[name] = [int(end) for end in ends]
-        if ends[1] - ends[0] > (RESIDENT_SHARE * ends[0] if most is None else most):
+        if ends[1] - ends[0] > (1.0 if name in ("descriptors", "threads") else MEMORY_SHARE * ends[0]):
             growing.append(name)
-    if samples[-1]["files"]:
+    if samples[-1]["files"] and samples[-1]["step"] >= 3 * UPDATES:
         last = samples[-1]["step"] // UPDATES * UPDATES  # whole intervals of updates, which write most
         third, rates = last // 3 // UPDATES * UPDATES, []
         for begin in (last - 2 * third, last - third):
@@ -151,24 +191,34 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     parser.add_argument("--arguments", default="", help="further arguments of the training")
-    parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="of the training, and of its replay")
+    parser.add_argument(
+        "--timeout", type=float, default=7200.0, metavar="S", help="of training and replay together; 0.6 for the first"
+    )
     parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--commit")
     args = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background commands without SIGINT
+        signal.signal(number, signal.default_int_handler)
     on_gpus = args.device == "cuda"
     layout = args.layout or ("tp2" if on_gpus else "tp2-pp2-dp2")
     extra = [*(ON_GPUS if on_gpus else "").split(), *args.arguments.split()]
     ranks = GpuRanks() if on_gpus else WarmRanks()
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        try:
-            faults = draw_faults(args.steps, args.seed)
-            result = soak(ranks, Path(folder), layout, args.steps, faults, extra, args.timeout)
-        finally:
-            ranks.close()
-    write(args.out, header(args.commit) | result)
-    growing = sorted({name for rank in result.get("resources", []) for name in rank["growing"]})
-    print(f"lost: {result['lost']}; growing: {', '.join(growing) or 'nothing'}")
-    return int(result["lost"] is not None or bool(growing))
+    with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
+        faults = draw_faults(args.steps, args.seed)
+        result = soak(ranks, Path(folder).resolve(), layout, args.steps, faults, extra, args.timeout)
+        growing = sorted({name for rank in result["resources"] for name in rank["growing"]})
+        whole = result["stopped"] is None
+        write(args.out, header(args.commit) | result)
+        good = whole and result["lost"] is None and not growing
+        if not good and args.out is not None:
+            logs = sorted(Path(folder).glob("job/*/rank*.err"))
+            texts = [f"== {log.parent.name}/{log.name}\n{log.read_text(errors='replace')[-20_000:]}" for log in logs]
+            args.out.with_suffix(".log").write_text("\n".join(texts) + "\n")
+        ranks.close()
+    said = "" if whole else f"; stopped {result['stopped']}"
+    print(f"{result['trained']} steps, {result['compared']} compared{said}; lost: {result['lost']}; growing: "
+          f"{', '.join(growing) or 'nothing'}")  # fmt: skip
+    return int(not good)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ BY_TORCHRUN = ("recording", "adoption", "checkpoint")
 TRAINER, MARK = "faults.trainer", "FAULTS_JOB"
 NOT_REACHED = "its moment did not come"
 _GRACE_S = 3.0  # for the other ranks after one has ended
+_LIMIT_S = 900.0  # of a training
+_STOP_S = 20.0  # after the time of a training, to leave by itself
 
 
 class LostError(AssertionError):
@@ -61,10 +63,13 @@ class Job:
         steps: Steps of the training. By default an undisturbed update follows the last case.
         extra: Further arguments.
         sample_every: Steps between two samples of what a process holds. 0 for none.
+        shares: Seconds after which the training, and its replay, leave at their next step. What both have trained is
+            compared. By default both train to the end.
 
     Attributes:
         outcomes: What came of each case: of its update, or how the job ended.
         lost: Why a case cost the training something.
+        compared: Steps that the replay has trained too, with equal losses unless a case is lost.
     """
 
     def __init__(
@@ -83,11 +88,11 @@ class Job:
         steps: int | None = None,
         extra: Sequence[str] = (),
         sample_every: int = 0,
-        timeout: float = 900.0,
+        shares: tuple[float, float] | None = None,
     ) -> None:
         self._warm, self._folder, self._cases, self._delay, self._torchrun = warm, folder, cases, delay, torchrun
-        self._first, self._interval, self._sample_every, self._timeout = first, interval, sample_every, timeout
-        self._due = due or [0] * len(cases)
+        self._first, self._interval, self._sample_every = first, interval, sample_every
+        self._due, self._shares = due or [0] * len(cases), shares
         self._world, layout_arguments = layout
         self._steps = first + (len(cases) + 1) * interval if steps is None else steps
         snip = f"--snip --snip-estimator noise --snip-wait 300 --snip-settings deadline=120 --snip-lag {lag}"
@@ -97,6 +102,7 @@ class Job:
         self._losses_said = self._hung = False
         self.outcomes: dict[int, str] = {}
         self.lost: dict[int, str] = {}
+        self.compared = 0
 
     def run(self) -> None:
         """Train to the end, as often as it takes, and judge."""
@@ -112,18 +118,24 @@ class Job:
             new = {index: at for index, at in self._injected().items() if index not in known}
             steps = curve_of(self._folder, f"{start}.")
             curve |= steps
-            if done.returncode == 0 and self._steps - 1 in steps:
+            if done.returncode == 0 and (self._steps - 1 in steps or self._shares is not None):
                 break
             if not new:
                 raise LostError(f"it ended without a fault: exit code {done.returncode}: {done.stderr[-300:]}")
-            self._judge_end(max(new, key=lambda index: new[index]["time"]), done)
+            last = max(new, key=lambda index: new[index]["time"])
+            self._judge_end(last, done)
+            if last in self.lost and self._shares is not None:
+                return
         self._judge(curve)
 
     def _train(self, name: str, cases: Sequence[Case], start: str, *extra: str) -> subprocess.CompletedProcess[str]:
+        share = None if self._shares is None else self._shares[not cases]
+        limit = _LIMIT_S if share is None else share + _STOP_S
         plan = {
             "cases": [[*case, step] for case, step in zip(cases, self._due, strict=False)],
             "delay": self._delay, "first": self._first, "interval": self._interval,
             "sample_every": self._sample_every if cases else 0,
+            "until": None if share is None else time.time() + share,
         }  # fmt: skip
         (self._folder / "plan.json").write_text(json.dumps(plan))
         args = tiny_llama_args(*self._arguments, *extra, iters=self._steps)
@@ -133,8 +145,8 @@ class Job:
             done = self._by_torchrun(args, env, tmp)
         else:
             run = self._warm.run
-            done = run(self._world, args, module=TRAINER, env=env, tmp=tmp, timeout=self._timeout, grace=_GRACE_S)
-        self._hung = time.monotonic() - began > self._timeout
+            done = run(self._world, args, module=TRAINER, env=env, tmp=tmp, timeout=limit, grace=_GRACE_S)
+        self._hung = time.monotonic() - began > limit
         self._losses_said |= "records were lost" in done.stderr or "are missing" in done.stderr
         if processes := orphans(f"{MARK}={self._folder}"):
             raise LostError(f"process left behind: {processes[0]}")
@@ -149,7 +161,7 @@ class Job:
         command = [sys.executable, "-m", "torch.distributed.run", *restarts, f"--nproc-per-node={self._world}"]
         with (tmp / "out").open("w") as out, (tmp / "err").open("w") as err:
             command += ["-m", TRAINER, *args]
-            code = subprocess.call(command, stdout=out, stderr=err, cwd=tmp, env=environment, timeout=self._timeout)
+            code = subprocess.call(command, stdout=out, stderr=err, cwd=tmp, env=environment, timeout=_LIMIT_S)
         return subprocess.CompletedProcess(args, code, (tmp / "out").read_text(), (tmp / "err").read_text())
 
     def _injected(self) -> dict[int, dict[str, Any]]:
@@ -183,11 +195,12 @@ class Job:
         for index in range(len(self._cases)):
             if index not in injected:
                 self.lost.setdefault(index, NOT_REACHED)
-        if missing := set(range(self._steps)) - set(curve):
+        trained = set(range(self._steps if self._shares is None else len(curve)))
+        if missing := trained - set(curve):
             raise LostError(f"steps missing: {sorted(missing)[:5]}")
         recorded = {record["step"] for record in read_metrics(run)}
-        if recorded != set(range(self._steps)) and not self._losses_said:
-            raise LostError(f"metrics.jsonl lacks steps {sorted(set(range(self._steps)) - recorded)[:5]}, unsaid")
+        if recorded != trained and not self._losses_said:
+            raise LostError(f"metrics.jsonl lacks steps {sorted(trained - recorded)[:5]}, unsaid")
         events = read_events(run)
         for event in events:
             file = {"submit": "stats/step_{}.npz", "adopt": "maps/step_{}.json"}.get(event["event"])
@@ -195,12 +208,17 @@ class Job:
                 raise LostError(f"{file.format(event['step'])} is missing, unsaid")
         for index, at in injected.items():
             self.outcomes.setdefault(index, self._of_update(events, at["step"]))
+        if not any(event["event"] == "adopt" for event in events) and self._shares is not None:
+            return  # it ended before there was anything to replay
         replayed = ("--snip-dir", str(self._folder / "replayed"), "--snip-replay", str(run))
         done = self._train("replay", (), "replay", *replayed)
         if done.returncode:
             raise LostError(f"the replay ended with exit code {done.returncode}: {done.stderr[-300:]}")
         expected = curve_of(self._folder, "replay.")
-        if differing := [step for step in range(self._steps) if expected[step] != curve[step]]:
+        self.compared = len(expected.keys() & trained)
+        if self._shares is None and self.compared < self._steps:
+            raise LostError(f"steps missing in the replay: {sorted(trained - set(expected))[:5]}")
+        if differing := [step for step in sorted(expected.keys() & trained) if expected[step] != curve[step]]:
             before = [index for index, at in injected.items() if at["step"] <= differing[0]]
             cause = max(before, key=lambda index: injected[index]["time"], default=0)
             for index in before:

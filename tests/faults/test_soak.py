@@ -33,7 +33,15 @@ def test_drawn_faults_end_no_job() -> None:
 
 def test_the_judge_sees_what_grows() -> None:
     def samples(**slopes: float) -> list[dict[str, int]]:
-        base = {"descriptors": 40, "threads": 9, "device": 0, "resident": 10**9, "written": 0, "files": 9}
+        base = {
+            "descriptors": 40,
+            "threads": 9,
+            "allocated": 10**9,
+            "device": 10**9,
+            "resident": 10**9,
+            "written": 0,
+            "files": 9,
+        }
         rates = {"written": 100.0} | slopes
         return [
             {"step": step} | {name: int(value + rates.get(name, 0) * step) for name, value in base.items()}
@@ -41,7 +49,13 @@ def test_the_judge_sees_what_grows() -> None:
         ]
 
     assert flatness(samples())["growing"] == []
-    for name, slope in (("descriptors", 0.05), ("threads", 0.05), ("device", 1.0), ("resident", 3e5)):
+    for name, slope in (
+        ("descriptors", 0.05),
+        ("threads", 0.05),
+        ("allocated", 3e5),
+        ("device", 3e5),
+        ("resident", 3e5),
+    ):
         assert flatness(samples(**{name: slope}))["growing"] == [name]
     growing = [sample | {"written": sample["step"] ** 2} for sample in samples()]
     assert flatness(growing)["growing"] == ["written"]

@@ -5,7 +5,7 @@ takes the next case that has not been injected, in this process or in one before
 processes one after the other, each resumed from the checkpoint of the last, go through the cases. Each rank leaves
 ``trace<start>-<rank>.jsonl`` there: loss and gradient norm of each step as float.hex(), and the map's codes;
 ``injected<rank>.jsonl``; and with ``sample_every`` ``resources<rank>.jsonl``, what the process holds every so many
-steps.
+steps. At the time ``until`` the training ends at its next step, as after a SIGTERM.
 """
 
 import functools
@@ -138,6 +138,7 @@ def _follow(rank: Rank) -> None:
     from snip_megatron.runtime.controller import Controller
     from snip_megatron.runtime.sidecar import SidecarClient
 
+    until = rank.plan["until"]
     start = f"{os.environ['START']}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     trace = Lines(rank.folder / f"trace{start}-{rank.number}.jsonl")
     held = Lines(rank.folder / f"resources{rank.number}.jsonl")
@@ -158,6 +159,8 @@ def _follow(rank: Rank) -> None:
             writes = controller._coordinator is not None
             held.add(step=step, **resources(controller._coordinator._run.path if writes else None))
         after_step(controller, step, loss, grad_norm, *args, **kwargs)
+        if until is not None and time.time() > until and rank.number == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     Controller.before_step, Controller.after_step = before, after  # type: ignore[method-assign]
     coordinator.SidecarClient = functools.partial(  # type: ignore[misc,assignment]
@@ -175,6 +178,7 @@ def resources(run: Path | None) -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "resident": pages * os.sysconf("SC_PAGESIZE"),
+        "allocated": torch.cuda.memory_allocated() if torch.cuda.is_available() else 0,
         "device": torch.cuda.memory_reserved() if torch.cuda.is_available() else 0,
         "written": sum(sizes),
         "files": len(sizes),
