@@ -12,7 +12,7 @@ from faults.table import Case, ends
 def test_a_training_goes_on_through_faults_and_holds_what_it_held(warm: WarmRanks, tmp_path: Path) -> None:
     faults = {60: Case("record", "disk full"), 85: Case("recording", "exception"), 139: Case("reduction", "exception")}
     result = soak(warm, tmp_path, "pp2", 140, faults, extra=("--hidden-size", "32"))
-    assert result["lost"] is None
+    assert (result["lost"], result["stopped"], result["compared"]) == (None, None, 140)
     dropped = {"moment": "recording", "fault": "exception", "outcome": "dropped (statistics), adopted"}
     assert result["faults"][1] == {"from_step": 85, **dropped}
     assert result["faults"][2]["outcome"] == NOT_REACHED  # no update follows it
