@@ -13,7 +13,7 @@ from torch import Tensor
 
 from snip_megatron.numerics.products.backend import GemmBackend, GemmOperand, unrounded
 from snip_megatron.numerics.products.check import wrong_numbers
-from snip_megatron.numerics.products.cublaslt import CublasLt, accumulate_plain, is_gradient
+from snip_megatron.numerics.products.cublaslt import CublasLt, accumulate_plain
 from snip_megatron.numerics.quantize.formats import SPECS
 from snip_megatron.numerics.quantize.kernels.launch import listings
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, OperandSpec
@@ -66,11 +66,15 @@ class EmulatedBackend(GemmBackend):
     def multiply(
         self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        if isinstance(a, ExactOperand) and isinstance(b, ExactOperand):
-            if gemm is Gemm.WGRAD:
-                return self._accumulate(a, b, out)
-            return self._product(a, b, (False, gemm is Gemm.FPROP), dtype)
-        return super().multiply(gemm, a, b, dtype, out)
+        if not (isinstance(a, ExactOperand) and isinstance(b, ExactOperand)):
+            return super().multiply(gemm, a, b, dtype, out)
+        wgrad = gemm is Gemm.WGRAD
+        transposed = wgrad, gemm is Gemm.FPROP
+        if not wgrad or out is None:
+            return self._product(a, b, transposed, dtype)
+        if a.values.numel() and b.values.numel() and not self._run(a, b, transposed, out, add=True):
+            out.add_(self._product(a, b, transposed, torch.float32))
+        return out
 
     def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
         return accumulate_plain(self._library, g, x, out)
@@ -78,47 +82,29 @@ class EmulatedBackend(GemmBackend):
     def _product(self, a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool], dtype: torch.dtype) -> Tensor:
         """Compute op(a)·op(b) in ``dtype``. ``transposed`` says of each operand whether op transposes it."""
         shape = (a.values.shape[1 if transposed[0] else 0], b.values.shape[0 if transposed[1] else 1])
-        device = a.values.device
         if a.values.numel() == 0 or b.values.numel() == 0:
-            return torch.zeros(shape, dtype=dtype, device=device)
-        output = dtype if dtype in _OUTPUTS else torch.float32
-        result = None
-        if a.tile is not None and self._tiled is not None:
-            result = torch.empty(shape, dtype=output, device=device)
-            self._run_tiled(a, b, transposed, result, add=False)
-        elif a.tile is None and self._library is not None and shape[1] * output.itemsize % _ALIGNED == 0:
-            factor = _factor(a, b)
-            result = self._library.multiply(a.values, b.values, output, transposed=transposed, factor=factor)
-        if result is None:  # torch multiplies in FP32
-            pair = (each.values if each.tile is None else each.dequantize() for each in (a, b))
-            result = unrounded(*(each.t() if turned else each for each, turned in zip(pair, transposed, strict=True)))
+            return torch.zeros(shape, dtype=dtype, device=a.values.device)
+        result = torch.empty(shape, dtype=dtype if dtype in _OUTPUTS else torch.float32, device=a.values.device)
+        if not self._run(a, b, transposed, result, add=False):
+            sides = (each.values if each.tile is None else each.dequantize() for each in (a, b))
+            result = unrounded(*(each.t() if turned else each for each, turned in zip(sides, transposed, strict=True)))
             factor = None if a.tile is not None else _factor(a, b)
             result = result if factor is None else result.mul_(factor)
         return result.to(dtype)
 
-    def _accumulate(self, g: ExactOperand, x: ExactOperand, out: Tensor | None) -> Tensor:
-        """Compute gᵀ·x [N, K] in FP32. It is added to ``out`` if given."""
-        transposed = True, False
-        if out is None:
-            return self._product(g, x, transposed, torch.float32)
-        if g.values.numel() == 0 or x.values.numel() == 0:
-            return out
-        if out.dtype in _OUTPUTS and out.is_contiguous():
-            if g.tile is not None and self._tiled is not None:
-                self._run_tiled(g, x, transposed, out, add=True)
-                return out
-            if g.tile is None and self._library is not None and is_gradient(out):
-                options: dict[str, Any] = {"transposed": transposed, "factor": _factor(g, x), "out": out, "add": True}
-                if self._library.multiply(g.values, x.values, out.dtype, **options) is not None:
-                    return out
-        return out.add_(self._product(g, x, transposed, torch.float32))
-
-    def _run_tiled(
-        self, a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool], out: Tensor, *, add: bool
-    ) -> None:
-        assert self._tiled is not None
-        left, right = _along_reduction(a, transposed[0]), _along_reduction(b, not transposed[1])
-        self._tiled(*left, *right, out, add=add)
+    def _run(self, a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool], out: Tensor, *, add: bool) -> bool:
+        """Write op(a)·op(b) to ``out``, or add it. Returns False, without doing anything, if there is no kernel."""
+        if out.dtype not in _OUTPUTS or not out.is_contiguous():
+            return False
+        if a.tile is None:
+            aligned = out.data_ptr() % _ALIGNED == 0 and out.shape[1] * out.itemsize % _ALIGNED == 0
+            if self._library is None or not aligned:
+                return False
+            options: dict[str, Any] = {"transposed": transposed, "factor": _factor(a, b), "out": out, "add": add}
+            return self._library.multiply(a.values, b.values, out.dtype, **options) is not None
+        if self._tiled is not None:
+            self._tiled(*_along_reduction(a, transposed[0]), *_along_reduction(b, not transposed[1]), out, add=add)
+        return self._tiled is not None
 
 
 def _along_reduction(side: ExactOperand, transposed: bool) -> tuple[Tensor, Tensor, int]:

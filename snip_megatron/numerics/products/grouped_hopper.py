@@ -43,31 +43,16 @@ class RowsOperand(NamedTuple):
 class HopperGroups(GroupLoop):
     """Grouped products of bf16 weights [N, K] whose two dimensions are multiples of 128.
 
-    Args:
-        quantize, multiply: see :class:`GroupLoop`.
-        quantizers: the module ``quantize.operands``, or ``quantize.kernels.quantize``.
-        library: the module ``deep_gemm``; tests on a CPU pass an emulation. If it is None, formats other than bf16 run
-            expert by expert.
-        swiglu: :meth:`snip_megatron.numerics.products.backend.GemmBackend.swiglu`. None if SwiGLU is not fused.
+    ``backend`` is the :class:`snip_megatron.numerics.products.hopper.HopperBackend`. Without DeepGEMM, formats other
+    than bf16 run expert by expert.
     """
 
     pads = True
 
-    def __init__(
-        self,
-        quantize: Callable[..., OperandPair],
-        multiply: Callable[..., Tensor],
-        quantizers: Any,
-        add_wgrad: Callable[..., None],
-        library: Any = None,
-        swiglu: Callable[..., Any] | None = None,
-    ) -> None:
-        super().__init__(quantize, multiply)
-        self._quantizers = quantizers
-        self._add_wgrad = add_wgrad
-        self._library = library
-        self._swiglu = swiglu
-        self._tiled = frozenset(() if library is None else TILED)
+    def __init__(self, backend: Any) -> None:
+        super().__init__(backend.quantize, backend.multiply)
+        self._backend = backend
+        self._tiled = frozenset(() if backend.groups is None else TILED)
         self.in_one_launch = self._tiled | {Format.BF16}
 
     def quantize_rows(self, x: Tensor, splits: Sequence[int] | Rows, spec: OperandSpec) -> OperandPair:
@@ -93,17 +78,15 @@ class HopperGroups(GroupLoop):
 
     def fuses_swiglu(self, formats: tuple[Format | None, Format | None]) -> bool:
         """See the base class. Wgrad in fp8 and fp4 takes operands that are apart for every expert."""
-        return self._swiglu is not None and formats[0] in self.in_one_launch and formats[1] in (Format.BF16, None)
+        return self._backend.fuses_swiglu and formats[0] in self.in_one_launch and formats[1] in (Format.BF16, None)
 
     def swiglu(self, y: Tensor, probs: Tensor, splits: Sequence[int] | Rows, spec: OperandSpec) -> OperandPair:
-        assert self._swiglu is not None
-        return _of_experts(self._swiglu(y, None, spec, probs), splits, y.device)
+        return _of_experts(self._backend.swiglu(y, None, spec, probs), splits, y.device)
 
     def swiglu_gradient(
         self, d: Tensor, y: Tensor, probs: Tensor, splits: Sequence[int] | Rows, spec: OperandSpec
     ) -> tuple[OperandPair, Tensor]:
-        assert self._swiglu is not None
-        *pair, of_probs = self._swiglu(y, d, spec, probs)
+        *pair, of_probs = self._backend.swiglu(y, d, spec, probs)
         return _of_experts(pair, splits, y.device), of_probs
 
     def quantize_weights(
@@ -117,7 +100,7 @@ class HopperGroups(GroupLoop):
             tiled = spec.only(self._tiled)
             blocks: OperandPair = (None, None)
             if tiled.formats != (None, None):
-                blocks = self._quantizers.quantize_group_blocks(stack, tiled, cached)
+                blocks = self._backend.quantizers.quantize_group_blocks(stack, tiled, cached)
             sides = zip(formats, blocks, strict=True)
             rowwise, columnwise = (stack if fmt is Format.BF16 else operand for fmt, operand in sides)
             operands = rowwise, columnwise
@@ -132,7 +115,7 @@ class HopperGroups(GroupLoop):
         left, right, rows = a.matrix, b, a.rows
         if isinstance(left, Operand):
             out = left.scale.new_empty(left.values.shape[0], right.values.shape[1], dtype=dtype)
-            run(self._library.m_grouped_fp8_fp4_gemm_nt_contiguous, left[:2], right[:2], out, rows.map.experts)
+            run(self._backend.groups.m_grouped_fp8_fp4_gemm_nt_contiguous, left[:2], right[:2], out, rows.map.experts)
             return out
         if not len(left):
             return left.new_empty(0, right.shape[1 if gemm is Gemm.FPROP else 2])
@@ -159,7 +142,7 @@ class HopperGroups(GroupLoop):
         in_place = stack is not None and stack.dtype is torch.float32
         if stack is None or not in_place:
             stack = torch.zeros(len(g.rows), left.shape[1], right.shape[1], device=left.device)
-        self._add_wgrad(left, right, g.rows.map.table, (g.unpadded, x.unpadded), stack)
+        self._backend.add_wgrad(left, right, g.rows.map.table, (g.unpadded, x.unpadded), stack)
         if out is not None and not in_place:
             torch._foreach_add_(list(out), list(stack.unbind(0)))
         return stack.unbind(0) if out is None else out

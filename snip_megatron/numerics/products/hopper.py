@@ -63,15 +63,15 @@ class HopperBackend(GemmBackend):
         groups: Any = None,
         add_wgrad: Callable[..., None] = add_wgrad,
     ) -> None:
-        self._quantizers = quantizers
+        self.quantizers = quantizers
         self._library = library
         self._choices = choices
         self._faster = faster
         self._others = others
         self._activations = activations
-        self._groups = groups
+        self.groups = groups
         self.products = "cuBLASLt" if groups is None else "DeepGEMM"
-        self._add_wgrad = add_wgrad
+        self.add_wgrad = add_wgrad
         self.fuses_swiglu = activations is not None
 
     def check(
@@ -92,7 +92,7 @@ class HopperBackend(GemmBackend):
 
     def disable_deepgemm(self) -> None:
         if self._faster is not None:
-            self._faster = self._groups = None
+            self._faster = self.groups = None
             self.products = "cuBLASLt"
 
     def swiglu_kernel(self, y: Tensor, formats: Formats) -> str | None:
@@ -123,7 +123,7 @@ class HopperBackend(GemmBackend):
         """See the base class. With ``rows``, x has no padding, and its padded rows are quantised in tiles."""
         row, col = None, None
         if not _QUANTIZED.isdisjoint(spec.formats):
-            row, col = self._quantizers.quantize_operands(x, spec, cached, rows)
+            row, col = self.quantizers.quantize_operands(x, spec, cached, rows)
         other_formats = spec.only(_OTHERS)
         if other_formats.formats != (None, None):
             others = self._others.quantize(x, other_formats, cached)
@@ -169,8 +169,7 @@ class HopperBackend(GemmBackend):
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
         if n % TILE or k % TILE or dtype is not torch.bfloat16:
             return super().grouped(n, k, dtype)
-        swiglu = None if self._activations is None else self.swiglu
-        return HopperGroups(self.quantize, self.multiply, self._quantizers, self._add_wgrad, self._groups, swiglu)
+        return HopperGroups(self)
 
 
 def _padded(a: Operand, padding: int) -> Operand:
