@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.quantize import Quantized, fake_quantize, quantize
+from snip_megatron.numerics.quantize import fake_quantize, quantize
 from snip_megatron.numerics.quantize.formats import SPECS, STOCHASTIC, resolve
-from snip_megatron.numerics.quantize.reference import Rotation, rotate_operand
+from snip_megatron.numerics.quantize.reference import Rotation, of_elements, rotate_operand
 from snip_megatron.numerics.quantize.rounding import spacing
 from snip_megatron.precision import Gemm
 
@@ -110,7 +110,7 @@ def squared_errors(
     if not (stochastic and resolve(fmt) in STOCHASTIC):
         return (fake_quantize(x, fmt, axis=axis, block=block, tensor_amax=amax) - x.float()).square()
     q = quantize(x, fmt, axis=axis, block=block, tensor_amax=amax)
-    scale = _of_elements(q.scale, q)
+    scale = of_elements(q.scale, q.tile, q.values.shape)
     element = SPECS[resolve(fmt)].element
     y = x.float() / scale
     inside = y.clamp(-element.maximum, element.maximum)
@@ -119,9 +119,3 @@ def squared_errors(
     error = distance * (spacing(inside, element) - distance) + (inside - y).square()
     # A tile whose stored scale underflows becomes zero.
     return torch.where(scale == 0, x.float().square(), error * scale.square())
-
-
-def _of_elements(tiles: Tensor, q: Quantized) -> Tensor:
-    """Return the number of each element's tile, in the shape of ``q.values``."""
-    rows, cols = q.values.shape
-    return tiles.repeat_interleave(q.tile[0], 0)[:rows].repeat_interleave(q.tile[1], 1)[:, :cols]

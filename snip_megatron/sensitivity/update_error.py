@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.quantize.rounding import MASK32, ROW_STEP, derive_seed, mix32
+from snip_megatron.numerics.quantize.rounding import random_bits
 from snip_megatron.sensitivity import quantization_error
 from snip_megatron.sensitivity.recorder import LinearRecorder
 from snip_megatron.sensitivity.sums import sum_squares
@@ -97,26 +97,12 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-# -- random signs ----------------------------------------------------------------------------------------------
-# A sign is a function of (seed, global row, global column). Each row and each column has a word, the finaliser of
-# MurmurHash3 applied to its id. For an element, two multiplications mix the exclusive or of its two words, and the
-# upper bit is the sign.
-_FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32)
-
-
-def error_signs(seed: int, rows: Tensor, cols: Tensor) -> Tensor:
-    """Return ±1 with equal probability, float32 [len(rows), len(cols)]."""
-    row_words, col_words = _mixed(derive_seed(seed, 0), rows), _mixed(derive_seed(seed, 1), cols)
-    h = (row_words[:, None] ^ col_words) * _FIRST  # int32 arithmetic wraps, as the hash modulo 2^32 requires
-    h ^= (h >> 15) & 0x1FFFF  # the mask makes the shift a logical one
-    return (h.mul_(_SECOND) >> 31).mul_(2).add_(1).to(torch.float32)
-
-
-def _mixed(seed: int, ids: Tensor) -> Tensor:
-    return mix32((ids.long() * ROW_STEP + (seed & MASK32)) & MASK32).to(torch.int32)
-
-
 # -- errors of given sizes -------------------------------------------------------------------------------------
+def error_signs(seed: int, rows: Tensor, cols: Tensor) -> Tensor:
+    """Return ±1 with equal probability, float32 [len(rows), len(cols)]: the signs of :func:`random_bits`."""
+    return (random_bits(seed, rows, cols) >> 31).mul_(2).add_(1).to(torch.float32)
+
+
 @dataclass(frozen=True)
 class StepScale:
     """Factors that bring the sums of a probe of ``tokens`` to the gradient that the optimizer sees in a training step.

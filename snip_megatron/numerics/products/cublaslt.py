@@ -40,7 +40,6 @@ _TYPES = {
     torch.float8_e4m3fn: _REAL_8F_E4M3,
 }
 _SCALE_MODES = {"tensor": 0, "tile": 4, "block": 5}
-_NOT_TRANSPOSED, _TRANSPOSED = 0, 1
 _ON_DEVICE = 1  # a pointer mode: alpha and beta are read from device memory
 _IN_FP32 = 1 | 2  # reduction schemes of a split product that add in place or in the compute type, never in bf16
 # Attributes of a matmul descriptor.
@@ -272,8 +271,8 @@ class CublasLt:
     def _operation(self, problem: _Problem) -> _Descriptor:
         """Make the descriptor of an FP32 product."""
         operation, a, b = self._descriptor("MatmulDesc", _COMPUTE_32F, _REAL_32F), problem.a, problem.b
-        self._set(operation, _TRANSA, ctypes.c_int32(_TRANSPOSED if a.transposed else _NOT_TRANSPOSED))
-        self._set(operation, _TRANSB, ctypes.c_int32(_TRANSPOSED if b.transposed else _NOT_TRANSPOSED))
+        self._set(operation, _TRANSA, ctypes.c_int32(a.transposed))
+        self._set(operation, _TRANSB, ctypes.c_int32(b.transposed))
         if problem.scaled:
             self._set(operation, _POINTER_MODE, ctypes.c_int32(_ON_DEVICE))
         if a.scaling is not None and b.scaling is not None:

@@ -20,7 +20,7 @@ from snip_megatron.numerics.products.backend import GemmBackend, add_product
 from snip_megatron.numerics.products.grouped import DeviceRows, GroupLoop, Rows, by_side, of_expert
 from snip_megatron.numerics.quantize.formats import E2M1, E4M3, E5M2, TILE, Element
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, OperandSpec
-from snip_megatron.numerics.quantize.reference import rotate
+from snip_megatron.numerics.quantize.reference import of_elements, rotate
 from snip_megatron.numerics.quantize.rounding import Key, random_bits, round_to_element
 from snip_megatron.precision import Format, Gemm
 
@@ -112,7 +112,7 @@ class HostRecipe:
             decode = encode.reciprocal()
         else:
             encode, decode = _e8m0_scales(amax, element.maximum)
-        quantized = round_to_element(values * _of_elements(encode, tile, values.shape), element)
+        quantized = round_to_element(values * of_elements(encode, tile, values.shape), element)
         return ExactOperand(quantized.bfloat16(), decode, tile)
 
     def _nvfp4(self, x: Tensor, operand: str, axis: int, draws: Tensor | None) -> ExactOperand:
@@ -129,8 +129,8 @@ class HostRecipe:
         tile_scale = _amax(values, tile) * (encode * torch.full_like(encode, E2M1.maximum).reciprocal())
         tile_scale = round_to_element(tile_scale, E4M3)
         factor = (tile_scale * encode.reciprocal()).reciprocal_().clamp_(max=_LARGEST)
-        quantized = round_to_element(values * _of_elements(factor, tile, values.shape), E2M1, draws)
-        exact = quantized * _of_elements(tile_scale, tile, values.shape)
+        quantized = round_to_element(values * of_elements(factor, tile, values.shape), E2M1, draws)
+        exact = quantized * of_elements(tile_scale, tile, values.shape)
         return ExactOperand(exact.bfloat16(), (whole / torch.full_like(whole, maximum)).reshape(1), None)
 
 
@@ -171,12 +171,6 @@ def largest(x: Tensor) -> Tensor:
 
 def _magnitudes(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), 0.0, x.abs()).to(torch.float32)
-
-
-def _of_elements(scale: Tensor, tile: tuple[int, int], shape: Sequence[int]) -> Tensor:
-    """Return the scale of each element of a matrix."""
-    rows, cols = shape
-    return scale.repeat_interleave(tile[0], 0)[:rows].repeat_interleave(tile[1], 1)[:, :cols]
 
 
 # -- delayed scaling ---------------------------------------------------------------------------------------------------

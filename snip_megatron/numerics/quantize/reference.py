@@ -3,6 +3,7 @@
 They have no gradient.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,12 @@ class Quantized:
         rows, cols = self.values.shape
         tiled = _tiled(_padded(self.values, self.tile), self.tile)
         return _cropped(_untiled(tiled * self.scale[:, None, :, None]), rows, cols)
+
+
+def of_elements(tiles: Tensor, tile: tuple[int, int], shape: Sequence[int]) -> Tensor:
+    """Return the number of each element's tile, [rows, cols] of ``shape``, from one number for each tile."""
+    rows, cols = shape
+    return tiles.repeat_interleave(tile[0], 0)[:rows].repeat_interleave(tile[1], 1)[:, :cols]
 
 
 def quantize_dequantize(
