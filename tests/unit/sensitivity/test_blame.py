@@ -86,6 +86,11 @@ def test_a_gemm_whose_operands_lose_a_bit_is_harmed_though_its_result_hides_it()
     operands = dict.fromkeys(keys, 0.0013)
     assert outliers(errors, bits, operands) == {}
     assert list(outliers(errors, bits, operands | {keys[3]: 0.0045})) == [keys[3]]
+    # One GEMM in four bits of a run in eight loses more than that. Where it is one of many, it is as they are.
+    four = keys[3:4]
+    assert list(outliers(errors, bits | dict.fromkeys(four, 4), operands | dict.fromkeys(four, 0.02))) == four
+    four = keys[::2]
+    assert outliers(errors, bits | dict.fromkeys(four, 4), operands | dict.fromkeys(four, 0.02)) == {}
 
 
 @pytest.mark.parametrize(
