@@ -1,28 +1,26 @@
 """What a rank is told about its device's memory, and updates of a training on a card that is nearly full."""
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked_ranks import run_ranks
 from test_timed_training import TRAINING
 
 from snip_megatron.numerics.products.selection import native_backend
 from snip_megatron.runtime.probe_memory import device_memory
 from snip_megatron.runtime.run_data import read_events
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SIZE = 2**28
 FREE = 6 * 10**9
 BILLION = shlex.split("""
 --num-layers 22 --vocab-size 32000 --micro-batch-size 8 --global-batch-size 16 --transformer-impl transformer_engine
---te-rng-tracker --no-check-for-nan-in-loss-and-grad --train-iters 60 --lr-decay-iters 60 --snip-first-update 14
+--te-rng-tracker --no-check-for-nan-in-loss-and-grad --train-iters 36 --lr-decay-iters 36 --snip-first-update 14
 --snip-update-interval 6 --snip-lag 2
 """)
+"""With four updates."""
 FILLED = 6
 """The step after which the card is filled."""
 KINDS = ("times", "submit", "probe", "dropped", "solve_failed", "postpone", "adopt", "recapture")
@@ -63,18 +61,13 @@ def account(folder: Path, code: int) -> str:
 def test_a_model_of_1_1_b_with_graphs_and_6_gb_free_updates_every_time(graphs: str, tmp_path: Path) -> None:
     pytest.importorskip("transformer_engine")
     arguments = [*TRAINING, *BILLION, "--cuda-graph-impl", graphs, "--snip-dir", str(tmp_path / "run")]
-    path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "TRACE": str(tmp_path), "FILL": f"{FILLED}:{FREE}"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    limited = ["timeout", "--kill-after=20", "240", *launcher]  # its SIGTERM ends the ranks too
-    with (tmp_path / "log").open("w") as log:
-        done = subprocess.run(
-            [*limited, "-m", "graphed_pretrain", *arguments],
-            env=environment, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, check=False,
-        )  # fmt: skip
-    said = account(tmp_path, done.returncode)
+    (code,) = run_ranks(
+        1, "graphed_pretrain", arguments, folder=tmp_path, timeout=200, outputs=[(tmp_path / "log", tmp_path / "log")],
+        environment={"TRACE": str(tmp_path), "FILL": f"{FILLED}:{FREE}"},
+    )  # fmt: skip
+    said = account(tmp_path, code)
     print(said)
-    assert done.returncode == 0, said
+    assert code == 0, said
     trace, events = json.loads((tmp_path / "rank0.json").read_text()), list(read_events(tmp_path / "run"))
     free = {int(step): size for step, size in trace["free"].items()}
     submitted = [event["version"] for event in events if event["event"] == "submit"]
