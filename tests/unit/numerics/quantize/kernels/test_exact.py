@@ -40,15 +40,15 @@ def check(quantizers: Quantizers, x: torch.Tensor, row: str | None, col: str | N
 
 @pytest.mark.parametrize(("fmt", "square"), [*((fmt, False) for fmt in FORMATS), ("nvfp4", True), ("fp8", True)])
 def test_tails_and_what_is_not_finite(quantizers: Quantizers, fmt: str, square: bool) -> None:
-    x = matrix(140, 530) if fmt in ("fp4", "fp8") else matrix(37, 530)
+    x = matrix(140, 150) if fmt in ("fp4", "fp8") else matrix(37, 270)
     check(quantizers, x, fmt, fmt, weight=square)
-    x[3, 200], x[-4, 5] = float("nan"), float("-inf")
+    x[3, 130], x[-4, 5] = float("nan"), float("-inf")
     check(quantizers, x, fmt, fmt, weight=square)
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), [("nvfp4", torch.float32), ("fp8", torch.float32), ("mxfp8", torch.float16)])
 def test_other_dtypes(quantizers: Quantizers, fmt: str, dtype: torch.dtype) -> None:
-    check(quantizers, matrix(40, 70, dtype), fmt, "mxfp4")
+    check(quantizers, matrix(40, 530, dtype), fmt, "mxfp4")
 
 
 def test_numbers_of_mxfp8_below_those_of_bf16(quantizers: Quantizers) -> None:
@@ -86,7 +86,7 @@ def test_stochastic_rounding(quantizers: Quantizers, fmt: str) -> None:
 
 @pytest.mark.parametrize(("fmt", "size"), [("nvfp4", 1e-38), ("mxfp4", 1e-41), ("fp4", 1e-41)])
 def test_subnormal_scales(quantizers: Quantizers, fmt: str, size: float) -> None:
-    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)) * size
+    x = torch.randn(32, 160, generator=torch.Generator().manual_seed(0)) * size
     check(quantizers, x, fmt, fmt, row_seed=3, col_seed=5)
     check(quantizers, x.bfloat16(), fmt, fmt, row_seed=3, col_seed=5)
     check(quantizers, x, fmt, fmt)
@@ -131,7 +131,7 @@ def test_kept_weights(quantizers: Quantizers, fmt: str, current: int) -> None:
 @pytest.mark.parametrize(("fmt", "rows"), [("nvfp4_hadamard", 37), ("mxfp4_hadamard", 64)])
 def test_transformed_sides(quantizers: Quantizers, fmt: str, rows: int) -> None:
     """The col side is transformed, with signs from the host or from memory, and has whole groups of rows."""
-    x = matrix(rows, 530)
+    x = matrix(rows, 270)
     rotation = Rotation(0b1011_0000_1111_0101)
     check(quantizers, x, None, fmt, col_seed=5, rotation=rotation)
     check(quantizers, x, "nvfp4", fmt, row_seed=3, col_seed=5, rotation=rotation)
@@ -139,7 +139,7 @@ def test_transformed_sides(quantizers: Quantizers, fmt: str, rows: int) -> None:
     on_device = Rotation(torch.tensor([rotation.signs], dtype=torch.int32))
     found = quantizers.call("quantize_exact", x, spec("nvfp4", fmt, col_seed=5, rotation=on_device))
     assert_same(found, operands.quantize_exact(x, spec("nvfp4", fmt, col_seed=5, rotation=rotation)))
-    assert found[1].values.shape == (-(-rows // 16) * 16, 530)
+    assert found[1].values.shape == (-(-rows // 16) * 16, 270)
 
 
 def test_transformed_sides_of_what_is_not_finite(quantizers: Quantizers) -> None:

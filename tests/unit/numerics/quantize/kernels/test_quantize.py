@@ -51,7 +51,7 @@ def check_tiles(quantizers: Quantizers, x: torch.Tensor, row: str | None, col: s
 
 @pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp4", "fp8"), ("fp8", None), (None, "fp8")])
 def test_tiles_with_tails(quantizers: Quantizers, formats: tuple[str | None, str | None]) -> None:
-    for shape in ((200, 300), (2, 2), (5, 258)):
+    for shape in ((140, 140), (2, 2), (5, 258)):
         check_tiles(quantizers, matrix(*shape), *formats)
 
 
@@ -68,8 +68,8 @@ def test_torch_quantises_matrices_that_kernels_do_not_read(rows: int, cols: int,
 
 
 def test_strided_and_transposed_input(quantizers: Quantizers) -> None:
-    x = matrix(130, 400)
-    check_tiles(quantizers, x[:, 100:300], "fp8", "fp4")
+    x = matrix(130, 150)
+    check_tiles(quantizers, x[:, 10:142], "fp8", "fp4")
     check_tiles(quantizers, x.t(), "fp8", "fp4")
 
 
@@ -102,24 +102,23 @@ def test_weight_blocks(quantizers: Quantizers, formats: tuple[str | None, str | 
 
 @pytest.mark.parametrize("amax", [None, torch.tensor(3.0)])
 def test_tensor_scaling(quantizers: Quantizers, amax: torch.Tensor | None) -> None:
-    x = matrix(256, 700)
+    x = matrix(140, 300)
     x[-1, -1] = -1e6  # more than the maxima of all other parts
     check(quantizers, x, spec("fp8_tensor", "fp8_tensor", amax=amax))
     check(quantizers, x, spec("fp8_tensor", "fp8", amax=amax))
 
 
 def test_maxima_of_more_parts_than_programs(quantizers: Quantizers) -> None:
-    x = torch.randn(1, 128 * 600, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    expected = x.float().abs().view(600, 128).amax(1)
-    expected[:88] = torch.maximum(expected[:88], expected[512:])
+    x = torch.randn(1, 128 * 516, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    expected = x.float().abs().view(516, 128).amax(1)
+    expected[:4] = torch.maximum(expected[:4], expected[512:])
     found = quantizers.call("largest_magnitudes", x)
     assert torch.equal(found.view(torch.float32), expected[:512])
 
 
-@pytest.mark.parametrize("poison", [float("nan"), -float("inf")])
-def test_nan_and_inf_stay_in_their_tile(quantizers: Quantizers, poison: float) -> None:
+def test_nan_and_inf_stay_in_their_tile(quantizers: Quantizers) -> None:
     x = matrix(140, 260)
-    x[3, 130] = poison
+    x[3, 130], x[100, 20] = float("nan"), -float("inf")
     check_tiles(quantizers, x, "fp8", "fp4", row_seed=1, col_seed=2)
     check_tiles(quantizers, x, "fp4", "fp8")
     check(quantizers, x, spec("fp8", "fp4", weight=True))
@@ -165,15 +164,15 @@ def test_bad_input_is_one_clear_line(quantizers: Quantizers) -> None:
 
 
 def test_weights_of_experts(quantizers: Quantizers) -> None:
-    w = torch.stack([matrix(256, 384), matrix(256, 384) * 3])
-    for formats in (("fp8", "fp4"), (None, "fp8"), ("fp8", None), ("fp4", None)):
+    w = torch.stack([matrix(256, 256), matrix(256, 256) * 3])
+    for formats in (("fp4", None), (None, "fp8"), ("fp8", "fp4")):
         how = spec(*formats, weight=True)
         expected, kept = (operands.quantize_group_blocks(each, how) for each in (w, w * 2))
         assert_operands(quantizers.call("quantize_group_blocks", w, how), expected)
-        for current in (0, 1):
-            cached = CachedPair(kept, torch.tensor([current], dtype=torch.int32))
-            found = quantizers.call("quantize_group_blocks", w, how, cached)
-            assert_operands(found, kept if current else expected)
+    for current in (0, 1):
+        cached = CachedPair(kept, torch.tensor([current], dtype=torch.int32))
+        found = quantizers.call("quantize_group_blocks", w, how, cached)
+        assert_operands(found, kept if current else expected)
 
 
 # -- CUDA graphs: keys from memory, weights that are written in place ------------------------------
