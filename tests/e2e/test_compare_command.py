@@ -50,6 +50,7 @@ def until_one_run_is_done(out: Path, process: subprocess.Popen[str]) -> Iterator
         yield
 
 
+@pytest.mark.matrix  # minutes, of a tool that is not in the wheel
 def test_an_interrupted_comparison_goes_on_and_its_warm_checkpoint_is_measured(data: Path, tmp_path: Path) -> None:
     body = json.loads(NANO.read_text())
     body["from_warm"]["policies"] = ["uniform-fp4", "snip"]

@@ -1,7 +1,5 @@
 """The runner of ``tests/gpu`` counts every test, whatever ends it, and leaves no process behind."""
 
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,9 +7,8 @@ from pathlib import Path
 import pytest
 
 GPU = Path(__file__).resolve().parents[1] / "gpu"
-sys.path[:0] = [str(GPU), str(GPU.parent / "distributed")]
+sys.path.insert(0, str(GPU))
 import gpu_suite  # noqa: E402
-from launch import cpu_environment  # noqa: E402
 
 TESTS = {
     "whole": """
@@ -66,30 +63,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
-
-
-FORKED = """
-import pathlib, sys
-from forked_ranks import can_fork, run_ranks
-from launch import tiny_llama_args
-if __name__ == "__main__":
-    folder = pathlib.Path(sys.argv[1])
-    print("forks:", can_fork())
-    arguments = tiny_llama_args("--num-layers", "2", "--save", str(folder / "saved"), "--save-interval", "4", iters=4)
-    for ranks, module in ((2, "snip_megatron.pretrain_gpt"), (1, "no_such_module")):
-        outputs = [(folder / f"out{rank}", folder / f"err{rank}") for rank in range(ranks)]
-        print(run_ranks(ranks, module, arguments, folder=folder, outputs=outputs, environment={}, timeout=200))
-"""
-
-
-def test_ranks_are_forked_from_a_process_that_has_imported_the_entry(tmp_path: Path) -> None:
-    (tmp_path / "main.py").write_text(FORKED)
-    folders = [GPU.parents[1], GPU, GPU.parent / "distributed", GPU.parent]
-    environment = cpu_environment() | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-    done = subprocess.run(
-        [sys.executable, "main.py", str(tmp_path)], cwd=tmp_path, env=os.environ | environment, capture_output=True,
-        text=True, timeout=400, check=False,
-    )  # fmt: skip
-    assert done.stdout.splitlines() == ["forks: True", "[0, 0]", "[1]"], done.stderr[-3000:]
-    assert "iteration        4/" in (tmp_path / "out1").read_text()
-    assert "No module named 'no_such_module'" in (tmp_path / "err0").read_text()

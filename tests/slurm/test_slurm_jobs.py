@@ -3,18 +3,13 @@
 from pathlib import Path
 
 import pytest
-from cluster import NODES, Cluster
+from cluster import Cluster
 from job import Training
 
 
-@pytest.mark.parametrize("partition", ["graceful", "abrupt"])
-def test_a_preempted_job_goes_on(partition: str, cluster: Cluster, tmp_path: Path) -> None:
-    """With GraceTime SLURM signals the ranks alone and the script queues the job; without it SLURM does.
-
-    The script reads the time of the preemption, whatever format the user has chosen for times.
-    """
-    own = {"SLURM_TIME_FORMAT": "%a %H:%M"}
-    job = Training(cluster, tmp_path, sbatch=f"--partition={partition}", environment=own, stand_in={})
+def test_a_job_that_slurm_preempts_without_a_grace_time_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    """SLURM queues the job again. With a grace time the script does, and after a lost node: test_slurm_training.py."""
+    job = Training(cluster, tmp_path, sbatch="--partition=abrupt", stand_in={})
     job.wait_for_step(5)
     with job.preempted():
         job.wait_for_requeue()
@@ -24,21 +19,6 @@ def test_a_preempted_job_goes_on(partition: str, cluster: Cluster, tmp_path: Pat
     assert min(job.steps_of_start(1)) == saved + 1
     cluster.run("scancel", job.number)
     assert job.wait_for_end()["JobState"] == "CANCELLED"
-
-
-def test_a_job_that_has_lost_a_node_goes_on(cluster: Cluster, tmp_path: Path) -> None:
-    job = Training(cluster, tmp_path, stand_in={})
-    job.wait_for_step(5)
-    cluster.lose(NODES[1])
-    try:
-        job.wait_for_requeue()
-    finally:
-        cluster.revive(NODES[1])
-    saved = job.saved
-    job.wait_for("a step of the second start", lambda: bool(job.steps_of_start(1)))
-    assert min(job.steps_of_start(1)) == saved + 1
-    cluster.run("scancel", job.number)
-    job.wait_for_end()
 
 
 @pytest.mark.parametrize(
