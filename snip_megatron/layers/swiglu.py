@@ -16,10 +16,10 @@ from torch import Tensor
 from snip_megatron.layers.autograd import LinearCall, PrequantizedTensor, gradient_keys
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products, refuse_second_derivatives
-from snip_megatron.numerics.products.backend import Formats, assemble, flatten, matrix, restored_operands
+from snip_megatron.numerics.products.backend import assemble, flatten, matrix, restored_operands
 from snip_megatron.numerics.products.grouped import Rows
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format, FormatPair, Gemm
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _Fused(torch.autograd.Function):
         return ctx.gradient(grad_outputs[0].contiguous(), *ctx.saved_tensors), None, None
 
 
-def quantized_swiglu(y: Tensor, fc2: LinearHandle, formats: Formats) -> OperandPair | None:
+def quantized_swiglu(y: Tensor, fc2: LinearHandle, formats: FormatPair) -> OperandPair | None:
     """Return SwiGLU of y [T, 2K] as the operands of fprop and wgrad of ``fc2``, or None if nothing is fused.
 
     If its amax is that of a shard, this is a collective of the tensor parallel group.

@@ -52,6 +52,9 @@ FORMATS: tuple[Format, ...] = tuple(Format)
 Formats = tuple[Format, Format, Format]
 """Formats of fprop, dgrad and wgrad."""
 
+FormatPair = tuple[Format | None, Format | None]
+"""Formats of the two GEMMs that read a matrix: X, W or G. A format is None if its GEMM does not run."""
+
 ALL_BF16: Formats = (Format.BF16,) * 3
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from snip_megatron.numerics.products.backend import Formats, GemmBackend
+from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format, FormatPair, Gemm
 from snip_megatron.timing.table import OPERANDS, Triple
 
 Size = tuple[int, ...]
@@ -186,7 +186,7 @@ class GroupedLinear:
         calls = {fmt: call(fmt) for fmt in formats}
         return self._clock.seconds({fmt: lambda _, run=run: run() for fmt, run in calls.items()})  # type: ignore[misc]
 
-    def _quantise(self, operand: str, formats: Formats) -> OperandPair:
+    def _quantise(self, operand: str, formats: FormatPair) -> OperandPair:
         keys = self._keys if operand == "gradient" else None
         return self._products.quantize_rows(self._rows[operand], self._splits, OperandSpec(*formats, keys=keys))
 

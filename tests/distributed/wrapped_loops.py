@@ -83,7 +83,7 @@ def main() -> None:
         train(rank, 2, stays, ddp, seed=rank)
     except SnipError as error:
         found["unlike"] = {"error": str(error), "exit_code": error.exit_code}
-    backend = HopperBackend(operands, library=object(), faster=object(), groups=object())  # type: ignore[arg-type]
+    backend = HopperBackend(operands, library=object(), deepgemm=object(), groups=object())  # type: ignore[arg-type]
     if rank == 1:
         backend.disable_deepgemm()
     agree_about_deepgemm(backend)

@@ -19,10 +19,7 @@ from snip_megatron.numerics.products.grouped import GroupLoop
 from snip_megatron.numerics.quantize import fake_quantize
 from snip_megatron.numerics.quantize.kernels.replay import map_tuples
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, Operand, OperandPair, OperandSpec
-from snip_megatron.precision import Format, Gemm
-
-Formats = tuple[Format | None, Format | None]
-"""The formats of the two GEMMs that read a tensor. None stands for a GEMM that does not run."""
+from snip_megatron.precision import Format, FormatPair, Gemm
 
 
 # -- operands, and how autograd saves them ---------------------------------------------------------------------------
@@ -157,7 +154,7 @@ class GemmBackend:
     def disable_deepgemm(self) -> None:
         """Stop using DeepGEMM, if this backend does, because another rank cannot."""
 
-    def swiglu_kernel(self, y: Tensor, formats: Formats) -> str | None:
+    def swiglu_kernel(self, y: Tensor, formats: FormatPair) -> str | None:
         """Return what :meth:`swiglu` does beside SwiGLU of y [T, 2K] for operands in ``formats``: "quantize", "amax"
         (it computes the amax, which saves a read), or None if there is no kernel.
         """

@@ -34,7 +34,7 @@ _SMALL = 256  # rows, columns and reduction of the product that is compared befo
 _MOST_SIZES = 1024
 """Largest number of sizes that are timed. The rows of experts differ from step to step."""
 _ROUNDS, _SLEEP = 3, 500_000  # of the timing; cycles, a quarter of a millisecond
-_MANY = 16384
+_EXPERT_ROWS = 16384
 """Rows of experts from which on their number does not matter for the kernel, with 768 to 7,168 features."""
 Gemm = Callable[..., None]
 
@@ -52,10 +52,10 @@ def run(gemm: Gemm, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Ten
 
     values, scale = a
     listing = listings[-1]
-    rows = max(len(out), _MANY if listing.rows and experts else listing.rows)
-    many = values.new_empty(rows, values.shape[1]), scale.new_empty(scale.shape[1], rows).t()
-    first = [each.new_zeros(rows) for each in experts]
-    source = missing_source(partial(gemm, many, b, out.new_empty(rows, out.shape[1]), *first))
+    rows = max(len(out), _EXPERT_ROWS if listing.rows and experts else listing.rows)
+    listed = values.new_empty(rows, values.shape[1]), scale.new_empty(scale.shape[1], rows).t()
+    first_expert = [each.new_zeros(rows) for each in experts]
+    source = missing_source(partial(gemm, listed, b, out.new_empty(rows, out.shape[1]), *first_expert))
     if source is not None:
         listing.kernels[source] = None
 

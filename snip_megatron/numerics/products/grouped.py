@@ -18,7 +18,7 @@ from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.kernels import has_kernels
 from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec, RowMap
 from snip_megatron.numerics.quantize.rounding import derive_seed
-from snip_megatron.precision import Format, Formats, Gemm
+from snip_megatron.precision import Format, FormatPair, Formats, Gemm
 
 
 class _PaddedRows:
@@ -171,7 +171,7 @@ class GroupLoop:
         assert cached is None
         return by_side([self._quantize(weight, spec) for weight in weights], spec)
 
-    def fuses_swiglu(self, formats: tuple[Format | None, Format | None]) -> bool:
+    def fuses_swiglu(self, formats: FormatPair) -> bool:
         """Return whether :meth:`swiglu` and :meth:`swiglu_gradient` make operands in these formats."""
         return False
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from snip_megatron.numerics.products.deepgemm import run
 from snip_megatron.numerics.products.grouped import GroupLoop, Rows, rows_of
 from snip_megatron.numerics.quantize.operands import TILED, CachedPair, Operand, OperandPair, OperandSpec
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format, FormatPair, Gemm
 
 grouped_mm: Callable[..., Tensor] = torch._grouped_mm
 
@@ -62,10 +62,11 @@ class HopperGroups(GroupLoop):
         if first in self._tiled:
             row, _ = self._quantize(x, OperandSpec(first, None, keys=spec.keys))
         operands = _of_experts((row, x if second is Format.BF16 else None), splits, x.device)
-        apart = None if row is not None else first, None if second is Format.BF16 else second
-        if apart == (None, None):
+        by_expert = None if row is not None else first, None if second is Format.BF16 else second
+        if by_expert == (None, None):
             return operands
-        return _either(operands, super().quantize_rows(x, splits, spec._replace(rowwise=apart[0], columnwise=apart[1])))
+        spec = spec._replace(rowwise=by_expert[0], columnwise=by_expert[1])
+        return _either(operands, super().quantize_rows(x, splits, spec))
 
     def quantize_unpadded(self, x: Tensor, rows: Rows, spec: OperandSpec) -> OperandPair:
         """See the base class. Where formats allow it, no padded copy is made: kernels find the rows of each expert."""
@@ -76,7 +77,7 @@ class HopperGroups(GroupLoop):
         row, _ = self._quantize(x, OperandSpec(first, None, keys=spec.keys), None, rows.map)
         return RowsOperand(row, rows), None if second is None else RowsOperand(x, rows, unpadded=True)
 
-    def fuses_swiglu(self, formats: tuple[Format | None, Format | None]) -> bool:
+    def fuses_swiglu(self, formats: FormatPair) -> bool:
         """See the base class. Wgrad in fp8 and fp4 takes operands that are apart for every expert."""
         return self._backend.fuses_swiglu and formats[0] in self.in_one_launch and formats[1] in (Format.BF16, None)
 
@@ -104,14 +105,14 @@ class HopperGroups(GroupLoop):
             sides = zip(formats, blocks, strict=True)
             rowwise, columnwise = (stack if fmt is Format.BF16 else operand for fmt, operand in sides)
             operands = rowwise, columnwise
-        others = spec.only(frozenset(Format) - self.in_one_launch)
-        if others.formats == (None, None):
+        by_expert = spec.only(frozenset(Format) - self.in_one_launch)
+        if by_expert.formats == (None, None):
             return operands
-        return _either(operands, super().quantize_weights(weights, others))
+        return _either(operands, super().quantize_weights(weights, by_expert))
 
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
         if not isinstance(a, RowsOperand):
-            return self._apart(gemm, a, b, dtype)
+            return self._multiply_each(gemm, a, b, dtype)
         left, right, rows = a.matrix, b, a.rows
         if isinstance(left, Operand):
             out = left.scale.new_empty(left.values.shape[0], right.values.shape[1], dtype=dtype)
@@ -121,7 +122,7 @@ class HopperGroups(GroupLoop):
             return left.new_empty(0, right.shape[1 if gemm is Gemm.FPROP else 2])
         return grouped_mm(left, right.transpose(1, 2) if gemm is Gemm.FPROP else right, offs=rows.map.table[3])
 
-    def _apart(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
+    def _multiply_each(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
         """Compute fprop or dgrad expert by expert, each into its rows of one result."""
         if not all(isinstance(each, Operand) for each in a):
             return super().multiply(gemm, a, b, dtype)
@@ -168,8 +169,8 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided(shape, (first.numel(), *first.stride()))
 
 
-def _either(pair: Sequence[Any], others: OperandPair) -> OperandPair:
-    return others[0] if pair[0] is None else pair[0], others[1] if pair[1] is None else pair[1]
+def _either(pair: OperandPair, by_expert: OperandPair) -> OperandPair:
+    return by_expert[0] if pair[0] is None else pair[0], by_expert[1] if pair[1] is None else pair[1]
 
 
 def _of_experts(pair: Sequence[Any], splits: Sequence[int] | Rows, device: torch.device) -> OperandPair:

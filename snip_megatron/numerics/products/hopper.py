@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from snip_megatron.numerics.products.backend import REFERENCE, Formats, GemmBackend, GemmOperand, UnquantizedOperand
+from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend, GemmOperand, UnquantizedOperand
 from snip_megatron.numerics.products.cublaslt import Choices, CublasLt, accumulate_plain, is_gradient
 from snip_megatron.numerics.products.deepgemm import DeepGemm, difference, unit_operands
 from snip_megatron.numerics.products.grouped import GroupLoop
 from snip_megatron.numerics.products.grouped_hopper import HopperGroups, add_wgrad
 from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.operands import TILED, CachedPair, Operand, OperandPair, OperandSpec, RowMap
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format, FormatPair, Gemm
 
 NATIVE = frozenset((*TILED, Format.FP8_TENSOR, Format.BF16))
 """Formats that these tensor cores multiply."""
@@ -42,8 +42,8 @@ class HopperBackend(GemmBackend):
         quantizers: the module ``quantize.operands``, or ``quantize.kernels.quantize``, its functions in Triton.
         library: cuBLASLt; tests on a CPU pass an emulation.
         choices: products that use another proposal of cuBLASLt than the first.
-        faster: DeepGEMM, which multiplies where it is faster than ``library``. None if it is not used.
-        others: the backend that runs GEMMs in formats that these tensor cores do not have.
+        deepgemm: DeepGEMM, which multiplies where it is faster than ``library``. None if it is not used.
+        fallback: the backend that runs GEMMs in formats that these tensor cores do not have.
         activations: the module ``quantize.swiglu``, or its functions in Triton. None if SwiGLU is not fused.
         groups: DeepGEMM's module, for grouped products in fp8 and fp4. If it is None, these run expert by expert.
         add_wgrad: :func:`snip_megatron.numerics.products.grouped_wgrad.add_wgrad`, or its reference.
@@ -57,8 +57,8 @@ class HopperBackend(GemmBackend):
         library: CublasLt,
         *,
         choices: Choices = MappingProxyType({}),
-        faster: DeepGemm | None = None,
-        others: GemmBackend = REFERENCE,
+        deepgemm: DeepGemm | None = None,
+        fallback: GemmBackend = REFERENCE,
         activations: Any = None,
         groups: Any = None,
         add_wgrad: Callable[..., None] = add_wgrad,
@@ -66,8 +66,8 @@ class HopperBackend(GemmBackend):
         self.quantizers = quantizers
         self._library = library
         self._choices = choices
-        self._faster = faster
-        self._others = others
+        self._deepgemm = deepgemm
+        self._fallback = fallback
         self._activations = activations
         self.groups = groups
         self.products = "cuBLASLt" if groups is None else "DeepGEMM"
@@ -78,24 +78,24 @@ class HopperBackend(GemmBackend):
         self, device: torch.device | str, formats: Collection[Format], sizes: Collection[tuple[int, int, int]] = ()
     ) -> str | None:
         """See the base class. DeepGEMM is compared with cuBLASLt, and disabled if they differ."""
-        fault = None if self._faster is None else difference(self._faster, self._library, device)
+        fault = None if self._deepgemm is None else difference(self._deepgemm, self._library, device)
         if fault is not None:
             self.disable_deepgemm()
-        if self._faster is not None and not _TILED.isdisjoint(formats):
+        if self._deepgemm is not None and not _TILED.isdisjoint(formats):
             with suppress(torch.OutOfMemoryError):  # what is not timed now is timed by its first product
                 for rows, n, k in sizes:
                     for edge, depth in ((n, k), (k, n)):  # fprop and dgrad
                         operands = unit_operands(rows, edge, depth, device)
-                        self._faster.multiply(*operands, torch.bfloat16, self._library)
-        faults = fault and f"{fault}: cuBLASLt multiplies", self._others.check(device, _OTHERS.intersection(formats))
+                        self._deepgemm.multiply(*operands, torch.bfloat16, self._library)
+        faults = fault and f"{fault}: cuBLASLt multiplies", self._fallback.check(device, _OTHERS.intersection(formats))
         return "; ".join(filter(None, faults)) or None
 
     def disable_deepgemm(self) -> None:
-        if self._faster is not None:
-            self._faster = self.groups = None
+        if self._deepgemm is not None:
+            self._deepgemm = self.groups = None
             self.products = "cuBLASLt"
 
-    def swiglu_kernel(self, y: Tensor, formats: Formats) -> str | None:
+    def swiglu_kernel(self, y: Tensor, formats: FormatPair) -> str | None:
         """See the base class. Formats with tiles are made in the pass that computes SwiGLU."""
         if self._activations is None or not self._activations.fits(y):
             return None
@@ -126,8 +126,8 @@ class HopperBackend(GemmBackend):
             row, col = self.quantizers.quantize_operands(x, spec, cached, rows)
         other_formats = spec.only(_OTHERS)
         if other_formats.formats != (None, None):
-            others = self._others.quantize(x, other_formats, cached)
-            row, col = row or others[0], col or others[1]
+            of_fallback = self._fallback.quantize(x, other_formats, cached)
+            row, col = row or of_fallback[0], col or of_fallback[1]
         return (row, col) if cached is None else cached.operands
 
     def multiply(
@@ -137,7 +137,7 @@ class HopperBackend(GemmBackend):
         if not (isinstance(a, Operand) and isinstance(b, Operand)):
             if isinstance(a, UnquantizedOperand) and a.format is Format.BF16:
                 return super().multiply(gemm, a, b, dtype, out)
-            return self._others.multiply(gemm, a, b, dtype, out)
+            return self._fallback.multiply(gemm, a, b, dtype, out)
         wgrad, padding = gemm is Gemm.WGRAD, -a.rows % _ROWS_OF_A
         if padding:
             padded = self.multiply(gemm, _padded(a, padding), b, dtype)[:-padding]
@@ -145,8 +145,8 @@ class HopperBackend(GemmBackend):
         output = torch.float32 if wgrad or dtype not in _OUTPUTS else dtype
         product: Tensor | None = None
         if a.rows > 0 and b.rows > 0 and b.rows % _ROWS_OF_B == 0 and b.values.shape[1] > 0:
-            if self._faster is not None and not wgrad:
-                product = self._faster.multiply(a, b, output, self._library)
+            if self._deepgemm is not None and not wgrad:
+                product = self._deepgemm.multiply(a, b, output, self._library)
             if product is None:
                 fast, choice = a.scaling == "tensor" and not wgrad, 0
                 if fast and output is torch.bfloat16:

@@ -175,21 +175,21 @@ def _hopper(library_name: str) -> tuple[GemmBackend, str]:
     from snip_megatron.numerics.quantize.kernels import quantize as triton_quantize
     from snip_megatron.numerics.quantize.kernels import swiglu as triton_swiglu
 
-    library, faster, products = cublaslt(), None, "cuBLASLt"
+    library, deep_gemm, products = cublaslt(), None, "cuBLASLt"
     assert library is not None
     if library_name != "cublas":
-        faster, reason = deepgemm()
-        products = reason if faster is not None else f"{products}; {reason}"
-    if library_name == "deepgemm" and faster is None:
+        deep_gemm, reason = deepgemm()
+        products = reason if deep_gemm is not None else f"{products}; {reason}"
+    if library_name == "deepgemm" and deep_gemm is None:
         raise SnipError(f"--snip-settings gemm_library={library_name}: it cannot be used here: {products}; use auto")
     backend = HopperBackend(
         triton_quantize,
         library,
         choices=measured_choices(library.version, torch.cuda.get_device_name()),
-        faster=faster,
-        others=_emulated(),
+        deepgemm=deep_gemm,
+        fallback=_emulated(),
         activations=triton_swiglu,
-        groups=None if faster is None else grouped_library(),
+        groups=None if deep_gemm is None else grouped_library(),
         add_wgrad=add_wgrad,
     )
     return backend, products

@@ -149,12 +149,9 @@ class TransformerEngineGemms(GemmBackend):
             with torch.no_grad():
                 return quantizer(x)
 
-        if spec.rowwise is spec.columnwise:
-            both = quantized(spec.rowwise, rowwise=True, columnwise=True)
-            return both, both
-        return quantized(spec.rowwise, rowwise=True, columnwise=False), quantized(
-            spec.columnwise, rowwise=False, columnwise=True
-        )
+        both = spec.rowwise is spec.columnwise
+        row = quantized(spec.rowwise, rowwise=True, columnwise=both)
+        return row, row if both else quantized(spec.columnwise, rowwise=False, columnwise=True)
 
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """See the base class. ``general_gemm`` names layouts as a column-major library does."""

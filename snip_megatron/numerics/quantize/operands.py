@@ -18,7 +18,7 @@ from torch import Tensor
 from snip_megatron.numerics.quantize.formats import SPECS, STOCHASTIC, TILE, Scaling
 from snip_megatron.numerics.quantize.reference import Quantized, Rotation, quantize, rotate_operand
 from snip_megatron.numerics.quantize.rounding import Key
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, FormatPair
 
 OperandPair = tuple[Any, Any]
 """The rowwise and the columnwise operand of a matrix. An operand is None if its GEMM does not run."""
@@ -60,8 +60,7 @@ class OperandSpec(NamedTuple):
     rotation: Rotation | None = None
 
     @property
-    def formats(self) -> tuple[Format | None, Format | None]:
-        """Both formats."""
+    def formats(self) -> FormatPair:
         return self.rowwise, self.columnwise
 
     @property

@@ -8,6 +8,8 @@ Tiles lie along a row, so that no choice of rows cuts them.
 :mod:`snip_megatron.numerics.quantize.kernels.partial_sums` has these functions in Triton.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,4 @@ def add_partials(elements: Tensor, scales: Tensor, local_rows: Tensor, rank: int
         else Quantized(values.view(torch.float8_e4m3fn).to(torch.float32), scale, (1, TILE)).dequantize()
         for source, (values, scale) in enumerate(zip(elements, scales, strict=True))
     ]
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total.to(local_rows.dtype)
+    return functools.reduce(torch.add, terms).to(local_rows.dtype)

@@ -49,7 +49,7 @@ def operand(x: Tensor, fmt: Format, *, weight: bool = False) -> Operand:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_equal_the_other_librarys(rows: int, depth: int, dtype: torch.dtype) -> None:
     a, b = operand(matrix(64, depth), Format.FP8), operand(matrix(rows, depth, 1), Format.FP8, weight=True)
-    found = hopper(faster=DeepGemm(fp8_gemm_nt, lambda call: 1.0)).multiply(Gemm.FPROP, a, b, dtype)
+    found = hopper(deepgemm=DeepGemm(fp8_gemm_nt, lambda call: 1.0)).multiply(Gemm.FPROP, a, b, dtype)
     assert torch.equal(found, hopper().multiply(Gemm.FPROP, a, b, dtype))
 
 
@@ -57,7 +57,7 @@ def test_what_it_has_no_layout_for_runs_elsewhere() -> None:
     def gemm(*args: Any, **options: Any) -> None:
         raise AssertionError("must not be asked")
 
-    backend = hopper(faster=DeepGemm(gemm))
+    backend = hopper(deepgemm=DeepGemm(gemm))
     whole, other = (operand(matrix(rows, 256), Format.FP8_TENSOR) for rows in (64, 48))
     assert backend.multiply(Gemm.FPROP, whole, other, torch.bfloat16).shape == (64, 48)
 
@@ -76,7 +76,7 @@ def test_the_library_that_is_faster_for_a_size_multiplies_it(
         return seconds[(len(timed) - 1) % 2]
 
     monkeypatch.setattr(deepgemm, "_MOST_SIZES", 3)
-    backend = hopper(library=library, faster=DeepGemm(fp8_gemm_nt, clock))
+    backend = hopper(library=library, deepgemm=DeepGemm(fp8_gemm_nt, clock))
     for rows in (64, 32, 64, 128, 16, 8):
         a, b = operand(matrix(rows, 256), Format.FP8), operand(matrix(48, 256, 1), Format.FP8, weight=True)
         found = backend.multiply(Gemm.FPROP, a, b, torch.bfloat16)
@@ -95,7 +95,7 @@ def test_the_check_times_the_products_of_all_linears() -> None:
         sizes.append((*d.shape, a[0].shape[1]))
         fp8_gemm_nt(a, b, d, **options)
 
-    backend = hopper(library=EmulatedCublasLt(), faster=DeepGemm(gemm, lambda call: 1.0))
+    backend = hopper(library=EmulatedCublasLt(), deepgemm=DeepGemm(gemm, lambda call: 1.0))
     assert backend.check("cpu", [Format.FP8], [(64, 48, 256), (64, 512, 128)]) is None
     assert {(64, 48, 256), (64, 256, 128), (64, 512, 128), (64, 128, 512)} < set(sizes)
 
@@ -103,7 +103,7 @@ def test_the_check_times_the_products_of_all_linears() -> None:
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
 def test_another_result_than_cublas_is_not_trusted(wrong: float) -> None:
     library: Any = EmulatedCublasLt(wrong=wrong)
-    backend = hopper(library=library, faster=DeepGemm(fp8_gemm_nt, lambda call: 1.0), groups=SimpleNamespace())
+    backend = hopper(library=library, deepgemm=DeepGemm(fp8_gemm_nt, lambda call: 1.0), groups=SimpleNamespace())
     with list_launches():  # results are uninitialised memory
         assert backend.check("cpu", ()) is None
     fault = backend.check("cpu", ())

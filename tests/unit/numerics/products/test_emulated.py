@@ -30,7 +30,7 @@ def test_numbers_are_the_reference_s(shape: tuple[int, int, int], formats: Any) 
 @pytest.mark.parametrize("formats", MIXED)
 def test_hopper_leaves_other_formats_to_it(formats: Any) -> None:
     """Maps of native formats and others."""
-    assert_reference(hopper(others=backend()), (136, 144, 208), formats)
+    assert_reference(hopper(fallback=backend()), (136, 144, 208), formats)
 
 
 # -- the check before the first map -----------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def test_torch_multiplies_where_the_check_fails() -> None:
     fault = found.check("cpu", [NVFP4])
     assert fault is not None
     assert fault.endswith("torch emulates, slower than bf16")
-    b = hopper(others=_Faulty())
+    b = hopper(fallback=_Faulty())
     assert b.check("cpu", [FP8]) is None
     assert b.check("cpu", [FP8, NVFP4]) == fault
     for each in (found, b):
