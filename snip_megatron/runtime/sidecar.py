@@ -1,10 +1,9 @@
-"""Rank 0's end of the solver process: a thread that starts the process and exchanges pickles with it over two pipes.
+"""Rank 0's end of the solver processes: a thread that starts one for each job and exchanges pickles with it.
 
 The training thread waits for neither. The process pools of the standard library are no alternative, because they import
 the main module of the training a second time.
 """
 
-import contextlib
 import os
 import pickle
 import queue
@@ -14,14 +13,12 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from typing import NamedTuple
 
 from snip_megatron.runtime.solving import SidecarResult, SolveJob
 
 SOLVE = "snip_megatron.runtime.solving:solve_job"
 _WORKER = "import sys; from snip_megatron.runtime.solving import main; sys.exit(main(*sys.argv[1:]))"
-_MAX_BACKOFF_S = 60.0
-_REAP_S = 1.0  # a process that ends or is killed needs milliseconds, unless it hangs in the kernel
+_CLOSE_S = 2.0  # a process that is killed ends in milliseconds, unless it hangs in the kernel
 # Variables of torchrun, SLURM and NCCL, from which libraries would conclude that the process is a rank.
 _RANK_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "NCCL_", "GROUP_", "ROLE_", "PMI_", "PMIX_", "OMPI_")
 _RANK_NAMES = frozenset(
@@ -29,35 +26,26 @@ _RANK_NAMES = frozenset(
 )
 
 
-class _Ticket(NamedTuple):
-    version: int
-    payload: bytes
-    submitted: float  # time.monotonic()
-
-
 class SidecarClient:
-    """Keeps one solver process running and gives it one job after the other.
+    """Solves one job after the other, each in a solver process of its own.
 
-    A job fails if the process dies, or if it does not answer within the deadline and is killed. The next process starts
-    after a pause, which doubles up to a minute until a process answers. Jobs behind a failed one wait for it.
+    The process of the next job is started beforehand, so that its modules are loaded when the job comes. A job fails if
+    its process ends without an answer, or does not answer within the deadline and is killed.
 
     Args:
-        restart_backoff_s: First pause before a process is started again, in seconds.
         deadline_s: Seconds from the submission of a job to its deadline.
-        solve: The function that the process calls for each job, as ``module:function``.
+        solve: The function that the process calls, as ``module:function``.
 
     Attributes:
-        restarts: Number of processes that replaced another.
-        last_error: Why the latest process ended, in one line. None if none has.
+        restarts: Number of processes that ended without an answer and were replaced.
+        last_error: Why the latest of them ended, in one line. None if none has.
     """
 
-    def __init__(self, *, restart_backoff_s: float = 1.0, deadline_s: float = 600.0, solve: str = SOLVE) -> None:
-        self._first_backoff = self._backoff = restart_backoff_s
+    def __init__(self, *, deadline_s: float = 600.0, solve: str = SOLVE) -> None:
         self._deadline, self._solve = deadline_s, solve
-        self._jobs: queue.SimpleQueue[_Ticket | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[int, bytes, float] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[SidecarResult] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
-        self._running: _Ticket | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="snip-sidecar", daemon=True)
         self.restarts = 0
@@ -70,23 +58,17 @@ class SidecarClient:
         return None if process is None else process.pid
 
     def start(self) -> None:
-        """Start the process, which loads its modules while training starts."""
+        """Start the first process, which loads its modules while training starts."""
         self._thread.start()
 
     def submit(self, job: SolveJob) -> None:
         """Queue a job. :meth:`poll` returns its outcome. Raises RuntimeError after :meth:`close`."""
         if self._closed.is_set():
             raise RuntimeError("SidecarClient.submit after close")
-        self._jobs.put(_Ticket(job.request.version, pickle.dumps(job, protocol=5), time.monotonic()))
+        self._jobs.put((job.request.version, pickle.dumps(job, protocol=5), time.monotonic()))
 
     def poll(self) -> SidecarResult | None:
-        """Return the oldest outcome that has not been returned. None if there is none.
-
-        A process that has missed its deadline is killed here.
-        """
-        ticket, process = self._running, self._process
-        if ticket is not None and process is not None and self._is_late(ticket):
-            process.kill()  # the thread, which reads its answer, notices
+        """Return the oldest outcome that has not been returned. None if there is none."""
         return None if self._results.empty() else self._results.get()
 
     def close(self) -> None:
@@ -96,34 +78,28 @@ class SidecarClient:
         if (process := self._process) is not None:
             process.kill()
         if self._thread.ident is not None:
-            self._thread.join(2 * _REAP_S)
-
-    def _is_late(self, ticket: _Ticket) -> bool:
-        return time.monotonic() - ticket.submitted > self._deadline
+            self._thread.join(_CLOSE_S)
 
     # -- the thread ------------------------------------------------------------------------------------------------
     def _serve(self) -> None:
-        self._ensure_process()
-        while (ticket := self._jobs.get()) is not None and not self._closed.is_set():
-            while not (running := self._ensure_process()) and not self._is_late(ticket) and not self._closed.is_set():
-                pass
-            result = (self._exchange(ticket) if running else None) or self._failure(ticket)
-            self._results.put(replace(result, version=ticket.version, latency_s=time.monotonic() - ticket.submitted))
-            self._ensure_process()  # which loads its modules before the next job
+        self._start_process()
+        while (job := self._jobs.get()) is not None and not self._closed.is_set():
+            version, payload, submitted = job
+            if self._process is not None and self._process.poll() is not None:  # it has ended while it waited
+                self._replace(_reason(self._process.returncode))
+            if self._process is None:
+                self._start_process()
+            result = self._exchange(payload, submitted + self._deadline)
+            self._results.put(replace(result, version=version, latency_s=time.monotonic() - submitted))
+            self._start_process()
         if self._process is not None:
-            self._end_process()
+            with self._process as process:
+                process.kill()
 
-    def _ensure_process(self) -> bool:
-        """Start a process if none runs, after a pause unless it is the first one. Returns whether one runs."""
-        if self._process is not None:
-            if self._process.poll() is None:
-                return True
-            self._end_process()
-        if self.last_error is not None:
-            self._closed.wait(self._backoff)
-            self._backoff = min(max(2 * self._backoff, 0.01), _MAX_BACKOFF_S)
-        if self._closed.is_set():
-            return False
+    def _start_process(self) -> None:
+        """Start a process, unless one waits for a job."""
+        if self._closed.is_set() or self._process is not None:
+            return
         command = [sys.executable, "-c", _WORKER, str(os.getpid()), self._solve]
         # SLURM may send the SIGTERM of a preemption to every process of a step. A rank saves a checkpoint then, while
         # its solver process would die. The process inherits the mask of this thread, and keeps it after exec.
@@ -134,58 +110,45 @@ class SidecarClient:
             )
         except OSError as error:  # the host is out of processes or memory
             self.last_error = str(error)
-            return False
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self.restarts += self.last_error is not None
-        return True
 
-    def _exchange(self, ticket: _Ticket) -> SidecarResult | None:
-        """Return the process's answer to a job. None if there is none, and the process has been ended."""
-        process, answer, ended = self._process, None, False
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._running = ticket
-        try:
-            process.stdin.write(ticket.payload)
-            process.stdin.flush()
-            answer = pickle.load(process.stdout)
-        except Exception as error:  # unpickling may raise anything
-            ended = isinstance(error, EOFError | OSError)
-        finally:
-            self._running = None
-        if isinstance(answer, SidecarResult):
-            self._backoff = self._first_backoff
-            return answer
-        self._end_process()
-        if not ended:
-            self.last_error = "the solver process sent something that is no answer; it was killed"
-        return None
+    def _exchange(self, payload: bytes, deadline: float) -> SidecarResult:
+        """Give a job to the process, and return its answer or why there is none. The process has ended then."""
+        if self._process is None:
+            return SidecarResult(failure="died", message=self.last_error or "there is no solver process")
+        result, failure, why = None, "died", "the solver process sent something that is no answer"
+        with self._process as process:  # reaps it
+            try:
+                answer, _ = process.communicate(payload, timeout=max(0.0, deadline - time.monotonic()))
+                if process.returncode:
+                    why = _reason(process.returncode)
+                else:
+                    result = pickle.loads(answer)
+            except subprocess.TimeoutExpired:
+                failure, why = "deadline", f"no answer within {self._deadline:g} s; the solver process was killed"
+            except Exception as error:  # unpickling may raise anything
+                why += f" ({type(error).__name__})"
+            finally:
+                process.kill()  # SIGKILL also ends a stopped process
+        if isinstance(result, SidecarResult):
+            self._process = None
+            return result
+        self._replace(why)
+        return SidecarResult(failure=failure, message=why)
 
-    def _failure(self, ticket: _Ticket) -> SidecarResult:
-        if self._is_late(ticket):
-            self.last_error = f"no answer within {self._deadline:g} s; the solver process was killed"
-            return SidecarResult(failure="deadline", message=self.last_error)
-        return SidecarResult(failure="died", message=self.last_error or "there is no solver process")
+    def _replace(self, why: str) -> None:
+        """Note why a process ended without an answer. Another one takes its place."""
+        self._process, self.last_error = None, why
+        self.restarts += 1
 
-    def _end_process(self) -> None:
-        """Reap the process, which is killed if it runs, and set ``last_error``."""
-        process, self._process = self._process, None
-        assert process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=_REAP_S)  # its pipe closes a little before it ends
-        process.kill()  # SIGKILL also ends a stopped process
-        for stream in (process.stdin, process.stdout):
-            assert stream is not None
-            with contextlib.suppress(OSError):
-                stream.close()
-        code = process.wait()
-        if code >= 0:
-            self.last_error = f"the solver process ended with exit code {code}"
-            return
-        hint = " (the kernel does this when memory runs out)" if code == -signal.SIGKILL else ""
-        self.last_error = f"the solver process was killed by {signal.Signals(-code).name}{hint}"
+
+def _reason(code: int) -> str:
+    """Return why a process ended, from its return code."""
+    if code >= 0:
+        return f"the solver process ended with exit code {code}"
+    hint = " (the kernel does this when memory runs out)" if code == -signal.SIGKILL else ""
+    return f"the solver process was killed by {signal.Signals(-code).name}{hint}"
 
 
 def _worker_environment() -> dict[str, str]:

@@ -220,12 +220,12 @@ def _plan(job: SolveJob, solution: Solution, scores: Mapping[str, Any]) -> Preci
 
 # -- the process -----------------------------------------------------------------------------------------------------
 def main(parent: str, path: str) -> int:
-    """Read jobs from standard input and write answers to standard output until the parent closes the pipe.
+    """Read a job from standard input, solve it, and write the answer to standard output.
 
     ``parent`` is the parent's process id, and ``path`` the ``module:function`` that solves a job. Returns the exit
     code.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer; this process ends with the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
     if sys.platform == "linux":  # when the parent's thread ends, this process ends too, even if it is busy or stopped
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):  # the parent ended before prctl
@@ -238,13 +238,13 @@ def main(parent: str, path: str) -> int:
     solve: Callable[[SolveJob], SidecarResult] = getattr(importlib.import_module(module), function)
     import snip_megatron.solver.search  # noqa: F401  loads OR-Tools before the first job
 
-    while True:
-        try:
-            job = pickle.load(jobs)
-        except EOFError:
-            return 0
-        pickle.dump(_answer(job, solve), answers, protocol=5)
-        answers.flush()
+    try:
+        job = pickle.load(jobs)
+    except EOFError:  # the run has ended
+        return 0
+    pickle.dump(_answer(job, solve), answers, protocol=5)
+    answers.close()
+    return 0
 
 
 def _answer(job: SolveJob, solve: Callable[[SolveJob], SidecarResult]) -> SidecarResult:

@@ -150,6 +150,7 @@ class ForkedSolver(subprocess.Popen[bytes]):
         jobs, answers = os.pipe(), os.pipe()
         self.args, self.returncode, self.stderr, self._child_created = command, None, None, True
         self._waitpid_lock = threading.Lock()
+        self.text_mode, self._communication_started, self._input = None, False, None
         self.pid = os.fork()
         if self.pid == 0:
             code = 1

@@ -164,7 +164,7 @@ def _follow(rank: Rank) -> None:
 
     Controller.before_step, Controller.after_step = before, after  # type: ignore[method-assign]
     coordinator.SidecarClient = functools.partial(  # type: ignore[misc,assignment]
-        SidecarClient, solve="faults.table:solve", restart_backoff_s=0.2
+        SidecarClient, solve="faults.table:solve"
     )
 
 
