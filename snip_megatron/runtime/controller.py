@@ -98,10 +98,8 @@ class Controller:
         self._restored = restored
         self.state = ControllerState() if restored is None else restored
         self._schedule = ScheduleState(self.state, timeline, self._fp4_share_of)
-        self._guard: Guard | None = None
-        if config.updates:  # maps that the user fixed are never taken back
-            self._guard = Guard(config, self.state.guard or GuardState(good=self.state.precision_map))
-        self.state.guard = None if self._guard is None else self._guard.state
+        self._guard = Guard(config, self.state.guard or GuardState(good=self.state.precision_map))
+        self.state.guard = self._guard.state
 
     # -- step boundary -----------------------------------------------------------------------------------------
     def before_step(
@@ -149,7 +147,7 @@ class Controller:
         self._registry.end_step()
         self.state.grad_norm = grad_norm if is_finite(grad_norm) else None
         self._fp4_shares[step] = self._fp4_share
-        self._schedule.count_step(self._registry.current, self._fp4_share)
+        self._schedule.spent.add(self._fp4_share, self._registry.current)
         pending = self.state.pending
         answered = pending is not None and self._coordinator is not None and self._coordinator.answered(pending.version)
         ready = self._kernels is None or self._kernels.finish(0.0)
@@ -157,7 +155,7 @@ class Controller:
         self._answered = figures is not None and figures.answered
         if figures is not None and figures.ready and figures.step >= self._first_step:
             self._use_kernels(step)
-        if figures is not None and self._guard is not None:
+        if figures is not None:
             self.state.alarm = self._guard.observe(figures, self._registry.current) or self.state.alarm
         self._metric(figures)
 
@@ -251,7 +249,7 @@ class Controller:
             )
             if self.state.plan is not None:
                 self._event(step, "plan", **self._schedule.figures(step))
-        fixed = self._schedule.fixed_plan(step)
+        fixed = None if self.state.plan is not None else self._schedule.fixed_plan(step)
         if fixed is not None:
             self._take_plan(step, self._channel.agree(fixed))
 
@@ -283,8 +281,7 @@ class Controller:
             rise = self._compare(step, [Candidate(new, self._config.policy, new.loss if known else None)], measure)
             started = time.perf_counter()
         self._adopt(step, new, started, rise.fields(0) if isinstance(rise, Comparison) else {})
-        if self._guard is not None:
-            self._guard.adopted(step)
+        self._guard.adopted(step)
 
     def _take_plan(self, step: int, plan: PrecisionPlan) -> None:
         self._schedule.set_plan(plan, step)
@@ -322,7 +319,7 @@ class Controller:
             candidate, figures = comparison.candidates[comparison.best], comparison.fields(comparison.best)
             started = time.perf_counter()
         chosen = candidate.precision_map
-        refusal = self._guard.refuses(chosen) if self._guard is not None else None
+        refusal = self._guard.refuses(chosen)
         if refusal is not None:
             self._record_guard(step, "refused", pending.version, refusal, wait_s=_since(started))
             return
@@ -330,8 +327,7 @@ class Controller:
             self._take_plan(step, candidate.plan)
             chosen = self._schedule.enter_phase(step)
         self._adopt(step, chosen, started, figures)
-        if self._guard is not None:
-            self._guard.adopted(step)
+        self._guard.adopted(step)
 
     def _measured(
         self, step: int, pending: Pending, candidates: Sequence[Candidate], measure: Measure
@@ -377,7 +373,7 @@ class Controller:
     def _take_back(self, step: int, diagnose: Diagnose | None = None) -> None:
         """Adopt the last good map again if the guard raised an alarm, which is equal on all ranks."""
         alarm, self.state.alarm = self.state.alarm, None
-        if alarm is None or self._guard is None:
+        if alarm is None or not self._config.updates:  # maps that the user fixed are never taken back
             return
         started = time.perf_counter()
         failed = self._registry.current
@@ -391,7 +387,7 @@ class Controller:
         good = self._guard.state.good or PrecisionMap.uniform(self._registry.names, Format.BF16)
         good = self._channel.agree(good)
         self._guard.taken_back(failed)
-        self._schedule.drop_plan()
+        self.state.plan = None  # the next update makes another one
         figures = {"back_to": good.version, "alarm_step": alarm.step, "loss": alarm.loss, "limit": alarm.limit}
         self._record_guard(step, "taken_back", failed.version, alarm.reason, **figures)
         self._adopt(step, good, started)
@@ -479,9 +475,6 @@ class Controller:
             self._say(f"step {step}: no update, because training ends before its map would be adopted, at step {due}")
             return
         phases = self._schedule.request(step, due, self._registry.current)
-        if phases is None and self._schedule.has_phases:
-            self._event(step, "skipped", reason="training ends before its plan would come into force")
-            return
         started = time.perf_counter()
         result = probe(self._clip_factor())
         seconds = _since(started)
@@ -499,8 +492,11 @@ class Controller:
         recorded = self._send(step, pending)
         if recorded is None:
             return
-        if first:
-            self._say_unreached(result.table)
+        if first and (unreached := _unreached(result.table)):
+            self._say(
+                f"no gradient reaches {unreached[0]} ({len(unreached)} such linears): their errors seem to cost"
+                " nothing; keep them wide with --snip-pin"
+            )
         self.state.failures = 0
         recorded += sum(result.seconds.values())  # the passes have events of their own
         submitted: dict[str, Any] = {} if phases is None else {"phases": phases.as_dict()}
@@ -546,15 +542,6 @@ class Controller:
                 " goes on under its map. If memory is short, lower --snip-settings probe_tokens or --micro-batch-size;"
                 " if a statistic is not finite, look for the cause in the loss (fp16: a lower --initial-loss-scale);"
                 " --snip-policy bf16 trains without updates"
-            )
-
-    def _say_unreached(self, table: StatisticsTable) -> None:
-        """Name the linears that no gradient reaches, before the first map."""
-        unreached = _unreached(table)
-        if unreached:
-            self._say(
-                f"no gradient reaches {unreached[0]} ({len(unreached)} such linears): their errors seem to cost"
-                " nothing; keep them wide with --snip-pin"
             )
 
     def _clip_factor(self) -> float:

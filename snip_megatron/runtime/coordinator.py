@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,9 @@ class RankZeroCoordinator:
                 self._account.read(read_events(run.path), read_metrics(run.path), maps)
         self._adopted: PrecisionMap | None = None
         self._formats: Mapping[str, float] | None = None
-        self._figures: dict[int, dict[str, Any]] = {}  # further metrics of steps that are not recorded yet
+        self._figures: dict[int, dict[str, Any]] = defaultdict(
+            dict
+        )  # further metrics of steps that are not recorded yet
         self._news: dict[str, float] | None = None
         self._finished = finished
         # All maps are read now, because a file that is missing later would end the training.
@@ -133,7 +136,7 @@ class RankZeroCoordinator:
     def receive_results(self, step: int) -> None:
         """Receive the solver's results without blocking."""
         if self._config.is_update_step(step) and not self._account.updates:  # before probes raise the peak
-            self._figures_of(step - 1)["peak_bytes"] = _peak_bytes()
+            self._figures[step - 1]["peak_bytes"] = _peak_bytes()
         if self._sidecar is None:
             return
         while (result := self._sidecar.poll()) is not None:
@@ -254,13 +257,13 @@ class RankZeroCoordinator:
         """Record the duration of a training step in seconds. The next events have it."""
         seconds = round(seconds, 6)
         self._account.step(step, seconds)
-        self._figures_of(step)["step_s"] = seconds
+        self._figures[step]["step_s"] = seconds
         if self._run is not None:
             self._run.step_s = seconds
 
     def print_line(self, step: int) -> None:
         """Print the line of the host's log interval, and make its figures ready for :meth:`news`."""
-        self._figures_of(step)["peak_bytes"] = _peak_bytes()
+        self._figures[step]["peak_bytes"] = _peak_bytes()
         line = self._account.line(self._formats, unjudged=self._unjudged)
         if line is not None:
             print(line, flush=True)
@@ -270,9 +273,6 @@ class RankZeroCoordinator:
         """Return the figures of the latest :meth:`print_line` once. None afterwards."""
         news, self._news = self._news, None
         return news
-
-    def _figures_of(self, step: int) -> dict[str, Any]:
-        return self._figures.setdefault(step, {})
 
     def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
         fields = self._figures.pop(figures.step, {})

@@ -72,12 +72,15 @@ class GuardState(JsonFields):
 
 
 class Guard:
-    """The guard of one rank. All ranks observe the same figures and have the same state."""
+    """The guard of one rank. All ranks observe the same figures and have the same state.
+
+    It watches nothing in a run whose maps the user has fixed.
+    """
 
     def __init__(self, config: SnipConfig, state: GuardState | None = None) -> None:
-        self._config = config
+        self._steps, self._sigma = config.guard_steps if config.updates else 0, config.guard_sigma
         self.state = state = GuardState() if state is None else state
-        if not config.guard_steps:  # a resumed run may have switched the guard off
+        if not self._steps:  # a resumed run may have switched the guard off
             state.probation, state.strikes, state.bar = None, 0, None
 
     # -- maps --------------------------------------------------------------------------------------------------
@@ -95,7 +98,7 @@ class Guard:
 
     def adopted(self, step: int) -> None:
         """Begin the probation of a map that is in force from ``step`` on."""
-        if self._config.guard_steps:
+        if self._steps:
             self.state.probation, self.state.strikes, self.state.spikes = step, 0, 0
 
     def taken_back(self, failed: PrecisionMap) -> None:
@@ -112,6 +115,8 @@ class Guard:
 
         Figures of steps before the adoption do not count against the map.
         """
+        if not self._steps:
+            return None
         on_probation = self.state.probation is not None and figures.step >= self.state.probation
         if on_probation and figures.broken:
             return Alarm(figures.step, "the loss or the gradient norm is not finite", figures.loss, None)
@@ -134,7 +139,7 @@ class Guard:
 
     def _end_probation(self, step: int, in_force: PrecisionMap | None) -> None:
         state = self.state
-        if state.probation is not None and not state.strikes and step >= state.probation + self._config.guard_steps - 1:
+        if state.probation is not None and not state.strikes and step >= state.probation + self._steps - 1:
             state.good, state.probation, state.bar, state.refusals = in_force, None, None, 0
             state.losses = ()  # the next map is compared with losses under this map
 
@@ -143,7 +148,7 @@ class Guard:
         if len(losses) < _MIN_LOSSES:
             return None
         mean = statistics.fmean(losses)
-        return mean + max(self._config.guard_sigma * statistics.pstdev(losses, mean), _MIN_RISE * abs(mean))
+        return mean + max(self._sigma * statistics.pstdev(losses, mean), _MIN_RISE * abs(mean))
 
 
 def predicted_loss(precision_map: PrecisionMap) -> float | None:

@@ -209,11 +209,6 @@ class ScheduleState:
         self._share = share
         self._entered: int | None = None  # first step of the phase whose map is in force
 
-    @property
-    def has_phases(self) -> bool:
-        """Whether an update solves a plan instead of a single map."""
-        return self._timeline is not None and self._timeline.schedule is not None
-
     def trains_at(self, step: int) -> bool:
         """Return whether training goes on at ``step``, as far as its end is known."""
         return self._timeline is None or step < self._timeline.last
@@ -238,7 +233,7 @@ class ScheduleState:
         before, state.spent.last = state.spent.last, None if timeline is None else timeline.last
         if state.plan is not None and self._is_of_another_policy(state.plan, step):
             state.plan = None
-        if state.pending is not None and not self.has_phases:
+        if state.pending is not None and (timeline is None or timeline.schedule is None):
             state.pending.phases = None  # the checkpoint is of a run with phases, and this one has none
         if timeline is None or (timeline.schedule is None and timeline.fixed is None):
             state.plan = None
@@ -246,17 +241,14 @@ class ScheduleState:
         if before is None or before == timeline.last or step >= timeline.last:
             return None
         if state.plan is not None:
-            state.plan = self._fixed_from(step) or state.plan.moved(self.spent.origin, timeline.last, step)
+            state.plan = self.fixed_plan(step) or state.plan.moved(self.spent.origin, timeline.last, step)
         return {"last_before": before, "last": timeline.last}
 
     def fixed_plan(self, step: int) -> PrecisionPlan | None:
-        """Return the plan of a policy without statistics from ``step`` on.
+        """Return the plan of a policy without statistics from ``step`` on. None if the run has another policy.
 
-        It is None if the run has another policy, or a plan. What has been spent before counts towards its average.
+        What has been spent before counts towards its average.
         """
-        return None if self._state.plan is not None else self._fixed_from(step)
-
-    def _fixed_from(self, step: int) -> PrecisionPlan | None:
         timeline = self._timeline
         if timeline is None or timeline.fixed is None or step >= timeline.last:
             return None
@@ -264,7 +256,7 @@ class ScheduleState:
 
     def _is_of_another_policy(self, plan: PrecisionPlan, step: int) -> bool:
         """Return whether a restored plan does not belong to this run's policy, whose plans have the same two maps."""
-        expected = self._fixed_from(step)
+        expected = self.fixed_plan(step)
         if expected is None:
             return False
         maps = {frozenset(phase.precision_map.choices.items()) for each in (expected, plan) for phase in each.phases}
@@ -300,23 +292,9 @@ class ScheduleState:
         self.enter_phase(step)
         return False
 
-    def drop_plan(self) -> None:
-        """Drop the plan, because its map was taken back. The next update makes another one."""
-        self._state.plan = self._entered = None
-
     def _phase(self, step: int) -> PlanPhase:
         assert self._state.plan is not None
         return self._state.plan.phases[self._state.plan.index_at(step)]
-
-    def count_step(self, in_force: PrecisionMap, share: float) -> None:
-        """Add a step that ran under the map ``in_force``, with the fp4 share ``share``, to what has been spent."""
-        if self._state.spent is not None:
-            self._state.spent.add(share, in_force)
-
-    def average(self, plan: PrecisionPlan, step: int) -> float:
-        """Return the average over the whole run if the steps from ``step`` on follow ``plan``."""
-        timed = self._timeline is not None and self._timeline.timed
-        return self._ahead(plan, None, step, plan.last).average(timed=timed)
 
     def _ahead(self, plan: PrecisionPlan | None, current: PrecisionMap | None, step: int, until: int) -> BudgetSpent:
         """Return what will have been spent at ``until`` if steps from ``step`` on follow the plan, or ``current``."""
@@ -357,10 +335,11 @@ class ScheduleState:
         )
 
     def figures(self, step: int) -> dict[str, Any]:
-        """Return the fields of events about the plan in force."""
+        """Return the fields of events about the plan in force, with the average that it gives over the whole run."""
         plan = self._state.plan
         assert plan is not None
-        average = self.average(plan, step)
+        timed = self._timeline is not None and self._timeline.timed
+        average = self._ahead(plan, None, step, plan.last).average(timed=timed)
         return {
             "version": plan.version,
             "status": plan.status,
