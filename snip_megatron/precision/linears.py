@@ -76,8 +76,8 @@ class LinearRow:
         experts: number of matrices.
         active: number of those matrices that a token goes through.
         sub_block: index of the residual sub-block, which is also that of the residual boundary at its input. The
-            boundary at its output is the next one. Left out, it is that of a decoder of attention and MLP, and so are
-            role and side: 2·layer for attention, 2·layer + 1 for the MLP.
+            boundary at its output is the next one. If it is left out, ``sub_block``, ``role`` and ``sharded`` are
+            those of a decoder of attention (sub-block 2·layer) and MLP (2·layer + 1).
         trained: whether its weight has a gradient. A frozen linear has no wgrad.
         sharded: what tensor parallel ranks share.
     """

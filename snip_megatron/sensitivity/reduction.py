@@ -51,7 +51,7 @@ class ProbeGroups:
         """Split recorders by their groups. Leaves out groups of which this rank and its peers have no recorder."""
         kinds = [self] if self.experts is None else [self, self.experts]
         split = [(groups, [r for r in recorders if self.of(r.handle) is groups]) for groups in kinds]
-        return [(groups, some) for groups, some in split if some]
+        return [(groups, members) for groups, members in split if members]
 
     @property
     def tp_rank(self) -> int:
@@ -201,7 +201,7 @@ def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups, tog
     Collective.
     """
     split = groups.split(recorders)
-    experts = [(reduced_over, some) for reduced_over, some in split if reduced_over is not groups]
+    experts = [(of_experts, members) for of_experts, members in split if of_experts is not groups]
 
     def of_expert(recorder: LinearRecorder) -> list[torch.Tensor]:
         recorder.expert_sums = recorder.local_expert_sums()

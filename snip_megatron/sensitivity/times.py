@@ -30,8 +30,8 @@ class OptionTimes(JsonFields):
         rest: pipeline stage → seconds per step that do not depend on the map. Empty if they are not known.
         joint: as ``seconds``, for fprop and dgrad: what a step saves if wgrad is in the same format, because one call
             quantises the operand of both. Empty if not known.
-        stock: name of a linear or path → seconds by which a step of bf16 alone is longer, because Megatron's code runs
-            there. Only :meth:`step_seconds` counts them.
+        stock: name of a linear or path → seconds that it adds to a step in which all its GEMMs are bf16, because
+            Megatron's own code runs it there. Only :meth:`step_seconds` counts them.
         bubble: seconds of a step divided by those in which its slowest stage works.
     """
 
@@ -66,7 +66,7 @@ class OptionTimes(JsonFields):
                 for name, shape in shapes.items()
             }
 
-        stock = {name: longer for name, shape in shapes.items() if (longer := model.stock(shape))}
+        stock = {name: seconds for name, shape in shapes.items() if (seconds := model.stock(shape))}
         return cls(model.name, table(model.seconds), joint=table(model.joint), stock=stock)
 
     def of(self, linear: str, gemm: Gemm | None, fmt: str) -> float:
@@ -121,15 +121,15 @@ class OptionTimes(JsonFields):
 
         Args:
             bf16_s: measured seconds of a step in bf16, which are returned as they are.
-            ran: a map that has run, and its measured seconds. What ``precision_map`` saves is predicted against them,
-                because the host waits there as under a map; by default against steps in bf16.
+            ran: a map that has run, and its measured seconds. The prediction starts from them, because steps under maps
+                have the same host time. By default it starts from steps in bf16.
         """
         if not stages or not set(stages.values()) <= set(self.rest):
             return None
-        times, longer = self.by_stage(precision_map, stages), dict.fromkeys(stages.values(), 0.0)
+        times, stock = self.by_stage(precision_map, stages), dict.fromkeys(stages.values(), 0.0)
         for name, stage in stages.items():
-            longer[stage] += self.stock.get(name) or self.stock.get(LinearId.parse(name).path, 0.0)
-        before = self.bubble * max(self.rest[k] + longer[k] + bf16 for k, (bf16, _) in times.items())
+            stock[stage] += self.stock.get(name) or self.stock.get(LinearId.parse(name).path, 0.0)
+        before = self.bubble * max(self.rest[k] + stock[k] + bf16 for k, (bf16, _) in times.items())
         measured = before if bf16_s is None else bf16_s
         if {Format.BF16}.issuperset(precision_map.choices.values()):
             return measured, measured

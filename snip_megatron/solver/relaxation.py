@@ -39,25 +39,27 @@ def relax(table: Table, open_: Bools, scale: float) -> Relaxation | None:
 
     HiGHS sees all losses divided by ``scale``, Σ shifted loss of a typical assignment.
     """
-    rows, columns = np.nonzero(open_)
+    decisions, choices = np.nonzero(open_)
     low, high = saving_range(table)
-    upper, limits = _upper_rows(table, rows, columns)
+    upper, limits = _upper_rows(table, decisions, choices)
     weights = table.steps / table.steps.sum()
     if table.limit == math.inf:
-        objective = np.concatenate([table.loss[rows, columns] / scale, np.zeros(len(weights))])
-        last, last_limit = np.concatenate([np.zeros(len(rows)), -weights]), -table.need / float(table.steps.sum())
+        objective = np.concatenate([table.loss[decisions, choices] / scale, np.zeros(len(weights))])
+        last, last_limit = np.concatenate([np.zeros(len(decisions)), -weights]), -table.need / float(table.steps.sum())
     else:
-        objective = np.concatenate([np.zeros(len(rows)), -weights])
-        last = np.concatenate([table.loss[rows, columns] / scale, np.zeros(len(weights))])
+        objective = np.concatenate([np.zeros(len(decisions)), -weights])
+        last = np.concatenate([table.loss[decisions, choices] / scale, np.zeros(len(weights))])
         last_limit = (table.limit - table.least) / scale
-    one = coo_array((np.ones(len(rows)), (rows, np.arange(len(rows)))), shape=(len(open_), len(objective)))
+    one = coo_array(
+        (np.ones(len(decisions)), (decisions, np.arange(len(decisions)))), shape=(len(open_), len(objective))
+    )
     result = linprog(
         objective,
         A_ub=vstack([upper, coo_array(last[None, :])]).tocsr(),
         b_ub=np.append(limits, last_limit),
         A_eq=one.tocsr(),
         b_eq=np.ones(len(open_)),
-        bounds=np.array([[0.0, 1.0]] * len(rows) + list(zip(low, high, strict=True))),
+        bounds=np.array([[0.0, 1.0]] * len(decisions) + list(zip(low, high, strict=True))),
         method="highs",
     )
     if result.x is None:
@@ -70,14 +72,14 @@ def relax(table: Table, open_: Bools, scale: float) -> Relaxation | None:
     else:
         total = float(table.steps.sum())
         bound = _bound(table, open_, prices[-1] * total / scale, of_rows * total, 1.0)
-    return Relaxation(*bound, result.x[len(rows) :])
+    return Relaxation(*bound, result.x[len(decisions) :])
 
 
 def saving_range(table: Table) -> tuple[Floats, Floats]:
     """Return the smallest and the largest w of each phase over the assignments that meet the need, [P] each."""
     high = table.phase_saving(table.savings(table.fastest_assignment()))
-    others = table.over_steps(high) - table.steps * high
-    low = np.maximum(table.floor, (table.need - others) / table.steps)
+    of_other_phases = table.over_steps(high) - table.steps * high
+    low = np.maximum(table.floor, (table.need - of_other_phases) / table.steps)
     least = np.where(table.allowed, table.saving, np.inf).min(axis=1)
     lowest = table.phase_saving(
         table.savings(np.where(table.saving == least[:, None], table.loss, np.inf).argmin(axis=1))
@@ -86,19 +88,19 @@ def saving_range(table: Table) -> tuple[Floats, Floats]:
     return np.minimum(np.maximum(low, lowest) - error, high), high + error
 
 
-def _upper_rows(table: Table, rows: Ints, columns: Ints) -> tuple[coo_array, Floats]:
+def _upper_rows(table: Table, decisions: Ints, choices: Ints) -> tuple[coo_array, Floats]:
     """Return w − Σ saving / divisor · x ≤ offset of every phase and counted row, in the order of both."""
     counted = np.nonzero(table.rows.counted)[0]
-    at, to, values = [], [], []
+    i, j, values = [], [], []
     for p in range(len(table.steps)):
-        for j, row in enumerate(counted.tolist()):
-            mine = np.nonzero(table.within(p, row)[rows])[0]
-            at.append(np.full(len(mine), p * len(counted) + j))
-            to.append(mine)
-            values.append(-table.saving[rows[mine], columns[mine]] / table.rows.divisor[row])
+        for index, row in enumerate(counted.tolist()):
+            within = np.nonzero(table.within(p, row)[decisions])[0]
+            i.append(np.full(len(within), p * len(counted) + index))
+            j.append(within)
+            values.append(-table.saving[decisions[within], choices[within]] / table.rows.divisor[row])
     phases = len(table.steps)
-    shape = (phases * len(counted), len(rows))
-    left = coo_array((np.concatenate(values), (np.concatenate(at), np.concatenate(to))), shape=shape)
+    shape = (phases * len(counted), len(decisions))
+    left = coo_array((np.concatenate(values), (np.concatenate(i), np.concatenate(j))), shape=shape)
     right = np.repeat(np.eye(phases), len(counted), axis=0)
     return hstack([left, coo_array(right)]), np.tile(table.rows.offset[counted], phases)
 

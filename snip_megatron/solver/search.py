@@ -259,12 +259,12 @@ class _CoreModel:
         free = core.sum(axis=1) > 1
         self.assignment = np.where(free, hint, core.argmax(axis=1))
         self.fixed = np.nonzero(~free)[0]
-        self.rows, self.columns = np.nonzero(core & free[:, None])
-        self.variables = np.array([self.model.new_bool_var("") for _ in self.rows], dtype=object)
-        for choices in np.split(self.variables, np.nonzero(np.diff(self.rows))[0] + 1):
+        self.decisions, self.choices = np.nonzero(core & free[:, None])
+        self.variables = np.array([self.model.new_bool_var("") for _ in self.decisions], dtype=object)
+        for choices in np.split(self.variables, np.nonzero(np.diff(self.decisions))[0] + 1):
             if len(choices):
                 self.model.add_exactly_one(choices.tolist())
-        for variable, hinted in zip(self.variables, (hint[self.rows] == self.columns).tolist(), strict=True):
+        for variable, hinted in zip(self.variables, (hint[self.decisions] == self.choices).tolist(), strict=True):
             self.model.add_hint(variable, hinted)
         self._add_phases(hint)
         self._add_objective()
@@ -273,7 +273,7 @@ class _CoreModel:
         """Add w ≤ Σ saving / divisor + offset of every phase and counted row, the floors, and the need."""
         table = self.table
         steps = table.steps / math.gcd(*map(int, table.steps))
-        bits = min(BITS, _SUM_BITS - 2 - math.ceil(math.log2(max(len(self.rows) * 1.0, float(steps.sum()), 1.0))))
+        bits = min(BITS, _SUM_BITS - 2 - math.ceil(math.log2(max(len(self.decisions) * 1.0, float(steps.sum()), 1.0))))
         largest = int(_LARGEST_SHARE * 2**bits)
         cap = largest if table.rows.cap == math.inf else _integers(np.array([table.rows.cap]), bits, up=True)[0]
         phase_saving = []
@@ -282,12 +282,12 @@ class _CoreModel:
             phase_saving.append(self.model.new_int_var(min(low, cap), cap, ""))
             for row in np.nonzero(table.rows.counted)[0].tolist():
                 within = table.within(p, row)
-                mine, rest = np.nonzero(within[self.rows])[0], self.fixed[within[self.fixed]]
-                known = math.fsum(table.saving[rest, self.assignment[rest]] / table.rows.divisor[row])
+                free, fixed = np.nonzero(within[self.decisions])[0], self.fixed[within[self.fixed]]
+                known = math.fsum(table.saving[fixed, self.assignment[fixed]] / table.rows.divisor[row])
                 known = max(known + table.rows.offset[row], -_LARGEST_SHARE)
-                share = table.saving[self.rows[mine], self.columns[mine]] / table.rows.divisor[row]
+                share = table.saving[self.decisions[free], self.choices[free]] / table.rows.divisor[row]
                 integers = _integers(np.maximum(share, -_LARGEST_SHARE), bits, up=True)
-                terms = cp_model.LinearExpr.weighted_sum(self.variables[mine].tolist(), integers)
+                terms = cp_model.LinearExpr.weighted_sum(self.variables[free].tolist(), integers)
                 self.model.add(terms + _integers(np.array([known]), bits, up=True)[0] >= phase_saving[-1])
         hinted = table.phase_saving(table.savings(hint)).clip(-_LARGEST_SHARE, _LARGEST_SHARE)
         for variable, value in zip(phase_saving, _integers(hinted, bits, up=False), strict=True):
@@ -300,7 +300,7 @@ class _CoreModel:
     def _add_objective(self) -> None:
         """Minimise Σ loss, or maximise Σ steps · w where the loss has a limit."""
         table = self.table
-        losses, known = table.loss[self.rows, self.columns], table.loss[self.fixed, self.assignment[self.fixed]]
+        losses, known = table.loss[self.decisions, self.choices], table.loss[self.fixed, self.assignment[self.fixed]]
         limit = table.limit - table.least
         largest = max(float(losses.max(initial=0.0)), float(known.max(initial=0.0))) or 1.0
         self.loss_unit = math.ldexp(1.0, math.frexp(min(largest, 2 * limit) or 1.0)[1] - BITS)
@@ -325,7 +325,7 @@ class _CoreModel:
             return None, bound
         chosen = np.array([solver.boolean_value(v) for v in self.variables], dtype=bool)
         assignment = self.assignment.copy()
-        assignment[self.rows[chosen]] = self.columns[chosen]
+        assignment[self.decisions[chosen]] = self.choices[chosen]
         return assignment, bound
 
 

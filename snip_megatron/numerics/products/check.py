@@ -26,8 +26,8 @@ _REPEATS = 3  # a replay begins at the third call
 def wrong_numbers(backend: GemmBackend, device: torch.device | str, formats: Collection[Format]) -> str | None:
     """Return what is wrong with the backend's results on ``device``, or None if they are correct.
 
-    Compares three products of 256×256 matrices per format with FP32, and the mean of 32 stochastic roundings of a
-    gradient with the gradient, in milliseconds. Raises SnipError if the device failed.
+    Three products of 256×256 matrices in each format are compared with FP32, and the mean of 32 stochastic roundings of
+    a gradient with the gradient. This takes milliseconds. Raises SnipError if the device fails.
     """
     for fmt in formats:
         if fmt is Format.BF16:

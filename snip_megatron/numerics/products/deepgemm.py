@@ -42,7 +42,7 @@ Gemm = Callable[..., None]
 def run(gemm: Gemm, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor, *experts: Tensor) -> None:
     """Write the product of a [rows, K] in tiles and b in blocks to ``out``. ``experts``: the expert of every row.
 
-    Where kernels are listed, that for the rows of the training is.
+    While kernels are listed, nothing runs, and the kernel for the training's number of rows is listed.
     """
     gemm = partial(gemm, disable_ue8m0_cast=True)
     if not listings:

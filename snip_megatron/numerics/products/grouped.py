@@ -62,7 +62,7 @@ class GroupRows(list[int], _PaddedRows):
         self._table, self._device = np.array((ends - padded, firsts, unpadded, ends), dtype=np.int32), device
 
     def tolist(self) -> "GroupRows":
-        """Return this object: Megatron's experts ask a tensor for its list."""
+        """Return this list. Megatron's experts call this method of a tensor."""
         return self
 
     @functools.cached_property

@@ -71,8 +71,9 @@ def replace_nvcc(nvcc: str) -> None:
 
 
 def missing_source(call: Callable[[], object]) -> Source | None:
-    """Return the source of the kernel that a ``call`` of DeepGEMM needs, or None if it has been compiled: the call runs
-    then, and otherwise does nothing.
+    """Return the source of the kernel that a ``call`` of DeepGEMM needs. The call then does nothing.
+
+    If the kernel has been compiled, the call runs it, and None is returned.
     """
     check = os.environ.get(_CHECK)
     with tempfile.TemporaryDirectory() as folder:

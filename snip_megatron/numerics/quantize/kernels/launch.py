@@ -98,7 +98,7 @@ class Listing:
     """The kernels that were to be launched.
 
     Attributes:
-        rows: rows of the training's matrices, for which shorter ones stand. 0: the matrices are the training's.
+        rows: number of rows of the training's matrices, if shorter matrices stand for them. Otherwise 0.
         kernels: the kernels that this process has not compiled, as keys. A string is Triton's ``specialization_data``.
     """
 
@@ -112,8 +112,9 @@ listings: list[Listing] = []
 
 @contextmanager
 def list_launches(*, rows: int = 0) -> Iterator[Listing]:
-    """List all launches of this package's kernels inside this context, of matrices that stand for ``rows`` rows. None
-    runs, so that results are uninitialised memory.
+    """List this package's kernels inside this context instead of launching them. Results are uninitialised memory.
+
+    ``rows``: see :class:`Listing`.
     """
     from triton import knobs
 

@@ -28,8 +28,8 @@ from snip_megatron.numerics.quantize.kernels.device import (
 )
 
 MAXIMA = tl.constexpr(512)
-"""Largest number of programs of ``amax_kernel``, and of maxima that ``tensor_kernel`` reduces. Four programs on each of
-an H200's 132 multiprocessors would be 528."""
+"""Largest number of programs of ``amax_kernel``, and of maxima that ``tensor_kernel`` reduces: a power of two, about
+four programs for each of an H200's 132 multiprocessors."""
 _RANDOM_ARGUMENTS = ["first_row", *(f"{side}_word_{i}" for side in ("row", "col") for i in range(2))]
 
 
