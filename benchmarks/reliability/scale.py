@@ -86,17 +86,16 @@ def rank_zero(model: str, layers: int, ranks: int) -> Body:
     """
     from snip_megatron.runtime.coordinator import RankZeroCoordinator
     from snip_megatron.runtime.run_directory import RunDirectory
-    from snip_megatron.sensitivity.reduction import PartialTable, TableShape
+    from snip_megatron.sensitivity.reduction import PartialTable
 
     layout, config = layout_of(model, layers, ranks), _config("fisher")
     rows, sinks = layout.model.rows, tuple(sinks_of(layout.model))
-    shape = TableShape(rows, config.measured_formats, sinks)
     base_rss, seconds, drawn = _rss(), {}, np.random.default_rng(0)
     shares = _shares(layout, config, ranks)
-    total = PartialTable(shape, 1.0)
+    total = PartialTable(rows, config.measured_formats, sinks)
     merging = 0.0
     for rank in range(ranks):
-        shard = PartialTable(shape, 1.0)
+        shard = total.empty()
         shard.arrays = {name: array * drawn.uniform(0.5, 1.5) for name, array in shares[rank % STAGES].items()}
         started = time.process_time()
         total.merge(shard)

@@ -42,7 +42,6 @@ from snip_megatron.sensitivity.recorder import LinearRecorder, Pass, attached
 from snip_megatron.sensitivity.reduction import (
     PartialTable,
     ProbeGroups,
-    TableShape,
     Together,
     add_loss_effects,
     group_size,
@@ -75,7 +74,7 @@ class ProbeRunner:
         self._registry = registry
         self._config = config
         self._weighs_updates = weighs_updates
-        self._shape = TableShape(registry.rows, config.measured_formats, host.sinks)
+        self._shape = registry.rows, config.measured_formats, host.sinks
         self._updates = UpdateErrors(host, len(registry.names), config.seed)
         self.has_trained = False
         self.first_peak = 0.0
@@ -306,7 +305,7 @@ class ProbeRunner:
 
     def fill_table(self, recorders: Sequence[LinearRecorder], stream: ResidualStream, scale: StepScale) -> PartialTable:
         """Return this rank's share of the table."""
-        table = PartialTable(self._shape, scale.gradient)
+        table = PartialTable(*self._shape, scale.gradient)
         add_loss_effects(table, recorders)
         for recorder in recorders:
             table.add_recorder(recorder, self._host.groups.of(recorder.handle).dp_rank)
@@ -354,7 +353,7 @@ class UpdateErrors:
         def begin() -> tuple[PartialTable, list[list[float]]]:
             of_experts = [recorder.expert_sums for recorder in recorders if recorder.expert_sums is not None]
             sums = torch.stack(of_experts).tolist() if of_experts else []  # one copy to the host for all experts
-            return PartialTable(table.shape, scale.gradient), sums
+            return table.empty(), sums
 
         def add_norm(name: str, gradient: torch.Tensor) -> None:
             partial.add("linear.gw2", name, sum_squares(gradient) * scale.gradient**2)

@@ -25,7 +25,6 @@ from snip_megatron.sensitivity.recorder import (
 from snip_megatron.sensitivity.reduction import (
     PartialTable,
     ProbeGroups,
-    TableShape,
     add_loss_effects,
     reduce_columns,
     reduce_loss_effects,
@@ -135,7 +134,7 @@ def alone() -> ProbeGroups:
 
 def table_of(row: LinearRow, *recorders: LinearRecorder, groups: ProbeGroups | None = None) -> PartialTable:
     """The table's row of a linear, summed over recorders."""
-    table = PartialTable(TableShape(linears=(row,), formats=FORMATS, sinks=()), 1.0)
+    table = PartialTable((row,), FORMATS, ())
     reduce_loss_effects(recorders, groups or alone(), directly)
     add_loss_effects(table, recorders)
     assert not any(recorder.dots for recorder in recorders)
