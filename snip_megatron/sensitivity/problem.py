@@ -82,12 +82,6 @@ def _cost_factors(flops: Sequence[tuple[int, float]], request: SolveRequest) -> 
     return {stage: 1.0 + float(unquantised.get(stage, 0.0)) / candidates[stage] + spread for stage in stages}
 
 
-def _without_scores(linears: Sequence[LinearRow], request: SolveRequest, tokens_per_step: int) -> Problem:
-    options = list_options(linears, request, tokens_per_step)
-    zeros = np.zeros((len(options), len(request.formats)))
-    return make_problem(options, dataclasses.replace(request, phases=None), zeros, zeros)
-
-
 def check_reachable(
     linears: Sequence[LinearRow], request: SolveRequest, argument: str | None = None, *, tokens_per_step: int = 1
 ) -> None:
@@ -97,7 +91,10 @@ def check_reachable(
     the budget, if not ``--snip-budget``. ``tokens_per_step`` scales the FLOPs of the linears to those of
     ``unquantised_stage_flops``.
     """
-    problem = _without_scores(linears, request, tokens_per_step)  # raises for a format without a predicted time
+    options = list_options(linears, request, tokens_per_step)
+    zeros = np.zeros((len(options), len(request.formats)))
+    # Raises an error for a format without a predicted time.
+    problem = make_problem(options, dataclasses.replace(request, phases=None), zeros, zeros)
     if request.budget.kind != "loss" and (fault := infeasibility(problem)) is not None:
         unit = f" (seconds a step of the linears, by the times of {request.times.model})" if request.times else ""
         raise SnipError(
@@ -171,12 +168,25 @@ def make_problem(
 
 
 def _break_ties(q: FloatArray, options: Sequence[Option], request: SolveRequest) -> FloatArray:
-    """Return scores [options, formats] rounded, with ties of four-bit formats broken."""
+    """Return scores [options, formats] rounded, with equal scores *per FLOP* of four-bit formats separated.
+
+    They are separated in one seeded order, which depends on the seed and the number of options alone, so that it is the
+    same for every policy (README.md).
+    """
     mean = np.mean([option.flops for option in options if option.flops])
     flops = np.array([option.flops or mean for option in options])
-    for column, fmt in enumerate(request.formats):
-        if fmt in FOUR_BIT:
-            q[:, column] = _separate_ties(q[:, column], flops / flops.mean(), request.seed)
+    size = flops / flops.mean()
+    order = np.random.default_rng([request.seed % 2**64, 1]).permutation(len(options))
+    for column in [c for c, fmt in enumerate(request.formats) if fmt in FOUR_BIT]:
+        per_flop = q[:, column] / size
+        equal, separate = rounded(per_flop), per_flop.copy()
+        at_zero = _TIE_AT_ZERO * (float(np.abs(per_flop).max()) or 1.0)
+        for value in np.unique(equal):
+            group = order[equal[order] == value]
+            if len(group) > 1:
+                base = per_flop[group] if value else np.full(len(group), at_zero)
+                separate[group] = base + np.abs(base) * _TIE_STEP * np.arange(len(group))
+        q[:, column] = np.where(separate == per_flop, q[:, column], separate * size)
     return rounded(q)
 
 
@@ -209,24 +219,6 @@ def rounded(scores: FloatArray) -> FloatArray:
     """Round scores to 4 significant digits, so that layouts which differ in the last bits agree (how-it-works.md)."""
     # Decimal text gives the same double for the same digits; scaling by powers of ten does not.
     return np.array([float(f"{value:.3e}") for value in scores.ravel()], dtype=np.float64).reshape(scores.shape)
-
-
-def _separate_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArray:
-    """Separate options of equal score *per FLOP* in one seeded order. Scores are rounded to 4 digits.
-
-    The order depends on the seed and the number of options alone, so it is the same for every policy (README.md).
-    """
-    order = np.random.default_rng([seed % 2**64, 1]).permutation(len(scores))
-    per_flop = scores / size
-    equal = rounded(per_flop)
-    at_zero = _TIE_AT_ZERO * (float(np.abs(per_flop).max()) or 1.0)
-    separate = per_flop.copy()
-    for value in np.unique(equal):
-        group = order[equal[order] == value]
-        if len(group) > 1:
-            base = per_flop[group] if value else np.full(len(group), at_zero)
-            separate[group] = base + np.abs(base) * _TIE_STEP * np.arange(len(group))
-    return rounded(np.where(separate == per_flop, scores, separate * size))
 
 
 def _item(option: Option, request: SolveRequest, losses: FloatArray, keeps: tuple[int, ...] = ()) -> Item:

@@ -275,10 +275,10 @@ class _CoreModel:
         steps = table.steps / math.gcd(*map(int, table.steps))
         bits = min(BITS, _SUM_BITS - 2 - math.ceil(math.log2(max(len(self.decisions) * 1.0, float(steps.sum()), 1.0))))
         largest = int(_LARGEST_SHARE * 2**bits)
-        cap = largest if table.rows.cap == math.inf else _integers(np.array([table.rows.cap]), bits, up=True)[0]
+        cap = largest if table.rows.cap == math.inf else _integer(table.rows.cap, bits, up=True)
         phase_saving = []
         for p, floor in enumerate(table.floor.tolist()):
-            low = -largest if floor == -math.inf else _integers(np.array([floor]), bits, up=False)[0]
+            low = -largest if floor == -math.inf else _integer(floor, bits, up=False)
             phase_saving.append(self.model.new_int_var(min(low, cap), cap, ""))
             for row in np.nonzero(table.rows.counted)[0].tolist():
                 within = table.within(p, row)
@@ -288,7 +288,7 @@ class _CoreModel:
                 share = table.saving[self.decisions[free], self.choices[free]] / table.rows.divisor[row]
                 integers = _integers(np.maximum(share, -_LARGEST_SHARE), bits, up=True)
                 terms = cp_model.LinearExpr.weighted_sum(self.variables[free].tolist(), integers)
-                self.model.add(terms + _integers(np.array([known]), bits, up=True)[0] >= phase_saving[-1])
+                self.model.add(terms + _integer(known, bits, up=True) >= phase_saving[-1])
         hinted = table.phase_saving(table.savings(hint)).clip(-_LARGEST_SHARE, _LARGEST_SHARE)
         for variable, value in zip(phase_saving, _integers(hinted, bits, up=False), strict=True):
             self.model.add_hint(variable, min(value, cap))
@@ -330,8 +330,13 @@ class _CoreModel:
 
 
 def _integers(values: Floats, bits: int, *, up: bool) -> list[int]:
-    scaled = np.ldexp(values, bits)
-    return [int(x) for x in (np.ceil(scaled) if up else np.floor(scaled))]
+    return [_integer(value, bits, up=up) for value in values.tolist()]
+
+
+def _integer(value: float, bits: int, *, up: bool) -> int:
+    """Return value · 2^bits, rounded."""
+    scaled = math.ldexp(value, bits)
+    return math.ceil(scaled) if up else math.floor(scaled)
 
 
 def _configure(solver: cp_model.CpSolver, limits: Limits, effort: float, gap: float, *, presolve: bool) -> None:

@@ -1,9 +1,9 @@
 """Scaled GEMM backends."""
 
 BACKENDS = ("auto", "reference", "emulated", "hopper", "transformer_engine")
-"""Values of ``--snip-gemm``. ``auto`` selects the fastest backend that runs here and keeps the numbers of the map.
-With ``transformer_engine``, which ``auto`` is on Blackwell, Transformer Engine's linears run the map themselves. Probes
-and measuring passes then use a backend of this room."""
+"""Values of ``--snip-gemm``. ``auto`` selects the fastest backend that runs here and keeps the numbers of the map. On
+Blackwell that is ``transformer_engine``: Transformer Engine's linears run the map themselves, and a backend of this
+room runs probes and measuring passes."""
 
 EMULATIONS = ("reference", "emulated")
 """Backends that show what formats do to training, and save no time."""
