@@ -5,7 +5,6 @@ without being imported. A check that raises an error fails, and the other checks
 """
 
 import argparse
-import enum
 import json
 import os
 import platform
@@ -15,9 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
@@ -26,17 +25,12 @@ from snip_megatron.megatron.startup import SUPPORTED
 from snip_megatron.precision import VARIANTS, Format
 from snip_megatron.precision.errors import SnipError, first_line, installed_version
 
-OLDEST_PYTHON = (3, 12)
 MEGATRON = Requirement(f"megatron-core{SUPPORTED}")
 NEWER_MEGATRON = Requirement(f"megatron-core>={SUPPORTED.rpartition('<')[2]}")
 REQUIRED = (
-    Requirement("torch>=2.8"),
-    MEGATRON,
-    *map(
-        Requirement,
-        ("ortools>=9.15,<10", "numpy>=2", "scipy>=1.14", "omegaconf>=2.3", "psutil>=6", "jinja2>=3", "PyYAML>=6"),
-    ),
-    Requirement("packaging>=24"),
+    *(Requirement("torch>=2.8"), MEGATRON, Requirement("ortools>=9.15,<10"), Requirement("numpy>=2")),
+    *(Requirement("scipy>=1.14"), Requirement("omegaconf>=2.3"), Requirement("psutil>=6"), Requirement("jinja2>=3")),
+    *(Requirement("PyYAML>=6"), Requirement("packaging>=24")),
 )
 EXTRAS = (
     (Requirement("transformers>=5"), "text", "--tokenizer-type HuggingFaceTokenizer"),
@@ -68,39 +62,18 @@ _LOW_DISK_BYTES = 5 * 2**30
 _LOW_SHARED_MEMORY_BYTES = 2 * 2**30
 
 
-class Status(enum.Enum):
-    """The result of a check. Only ``FAIL`` means that training under SNIP cannot run here."""
+class Check(NamedTuple):
+    """One line of the report.
 
-    OK = "ok"
-    NOTE = "note"
-    FAIL = "fail"
+    Attributes:
+        status: ``ok``; ``note`` if something optional is missing, or slower than it could be; or ``fail`` if training
+            under SNIP cannot run here.
+    """
 
-
-_LABELS = {Status.OK: "ok  ", Status.NOTE: "note", Status.FAIL: "FAIL"}
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the report: the name of the check, its result as text, and advice if something is wrong."""
-
+    status: str
     name: str
-    status: Status
     result: str
     advice: str = ""
-
-
-def ok(name: str, result: str) -> Check:
-    return Check(name, Status.OK, result)
-
-
-def note(name: str, result: str, advice: str = "") -> Check:
-    """Return a check of something optional that is missing, or that is slower than it could be."""
-    return Check(name, Status.NOTE, result, advice)
-
-
-def fail(name: str, result: str, advice: str) -> Check:
-    """Return a check of something that training needs and that is missing or wrong."""
-    return Check(name, Status.FAIL, result, advice)
 
 
 def attempt(name: str, check: Callable[[], Check], advice: str) -> Check:
@@ -108,7 +81,7 @@ def attempt(name: str, check: Callable[[], Check], advice: str) -> Check:
     try:
         return check()
     except Exception as error:  # a broken or unsupported package can raise anything
-        return fail(name, first_line(error), advice)
+        return Check("fail", name, first_line(error), advice)
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -135,14 +108,14 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.json:
         rows = [
-            {"room": heading, "name": c.name, "status": c.status.value, "found": c.result, "advice": c.advice}
+            {"room": heading, "name": c.name, "status": c.status, "found": c.result, "advice": c.advice}
             for heading, checks in sections.items()
             for c in checks
         ]
         print(json.dumps({"schema": "snip.doctor/1", "checks": rows}))
     else:
         print(_text(sections))
-    return int(any(check.status is Status.FAIL for checks in sections.values() for check in checks))
+    return int(any(check.status == "fail" for checks in sections.values() for check in checks))
 
 
 def _text(sections: dict[str, list[Check]]) -> str:
@@ -152,11 +125,12 @@ def _text(sections: dict[str, list[Check]]) -> str:
     for heading, checks in sections.items():
         lines = [heading]
         for check in checks:
-            lines.append(f"  {_LABELS[check.status]} {check.name:<{width}}  {check.result}")
+            label = "FAIL" if check.status == "fail" else check.status
+            lines.append(f"  {label:<4} {check.name:<{width}}  {check.result}")
             if check.advice:
                 lines.append(f"       {'':<{width}}  → {check.advice}")
         blocks.append("\n".join(lines))
-    failures = sum(check.status is Status.FAIL for check in everything)
+    failures = sum(check.status == "fail" for check in everything)
     ready = "ready: training under SNIP can run here"
     return "\n\n".join([*blocks, f"not ready: {failures} to mend (FAIL above)" if failures else ready])
 
@@ -225,15 +199,11 @@ def rank_table(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> str:
 # -- packages ------------------------------------------------------------------------------------------------------
 def check_packages() -> Iterator[Check]:
     """Check the versions of Python, of the required packages and of the optional packages."""
-    version = platform.python_version()
-    if sys.version_info[:2] >= OLDEST_PYTHON:
-        yield ok("python", version)
-    else:
-        yield fail("python", version, f"install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer")
+    yield Check("ok", "python", platform.python_version())  # an older one cannot import this module
     for requirement in REQUIRED:
-        yield _check_package(requirement, fail, f"pip install '{requirement}'")
+        yield _check_package(requirement, "fail", f"pip install '{requirement}'")
     for requirement, purpose in OPTIONAL:
-        yield _check_package(requirement, note, purpose)
+        yield _check_package(requirement, "note", purpose)
 
 
 def admits(requirement: Requirement, version: str) -> bool:
@@ -244,15 +214,16 @@ def admits(requirement: Requirement, version: str) -> bool:
         return not requirement.specifier
 
 
-def _check_package(requirement: Requirement, complain: Callable[[str, str, str], Check], advice: str) -> Check:
-    version = installed_version(requirement.name)
+def _check_package(requirement: Requirement, otherwise: str, advice: str) -> Check:
+    """Check the version of a package. The status is ``otherwise`` if it is missing or not supported."""
+    name, version = requirement.name, installed_version(requirement.name)
     if version is None:
-        return complain(requirement.name, "not installed", advice)
+        return Check(otherwise, name, "not installed", advice)
     if admits(requirement, version):
-        return ok(requirement.name, version)
+        return Check("ok", name, version)
     if requirement is MEGATRON and admits(NEWER_MEGATRON, version):
-        return note(requirement.name, version, f"tested: {requirement.specifier}; a training tries a newer one")
-    return complain(requirement.name, version, f"supported: {requirement.specifier}; {advice}")
+        return Check("note", name, version, f"tested: {requirement.specifier}; a training tries a newer one")
+    return Check(otherwise, name, version, f"supported: {requirement.specifier}; {advice}")
 
 
 # -- hardware ------------------------------------------------------------------------------------------------------
@@ -261,21 +232,21 @@ def check_hardware() -> Iterator[Check]:
     try:
         import torch
     except Exception as error:  # a library that torch loads can be missing
-        yield fail("torch", first_line(error), "install a torch whose libraries this machine has")
+        yield Check("fail", "torch", first_line(error), "install a torch whose libraries this machine has")
         return
 
     if not torch.cuda.is_available():
         built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
-        yield note("gpu", f"none ({built})", "training runs on the CPU: for tests and demonstrations only")
+        yield Check("note", "gpu", f"none ({built})", "training runs on the CPU: for tests and demonstrations only")
         return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         memory = properties.total_memory / 2**30
         card = f"{properties.name}, sm_{properties.major}{properties.minor}"
-        yield ok(f"gpu {index}", f"{card}, {memory:.0f} GiB of memory")
+        yield Check("ok", f"gpu {index}", f"{card}, {memory:.0f} GiB of memory")
     yield check_times(torch.cuda.get_device_name(0))
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    yield ok("nccl", ".".join(map(str, version)))
+    yield Check("ok", "nccl", ".".join(map(str, version)))
 
 
 def check_times(card: str) -> Check:
@@ -286,11 +257,11 @@ def check_times(card: str) -> Check:
         device = TimingTable.load(packaged_table(card)).device
     except NoTableError:
         advice = "for snip plan, in a minute: snip calibrate --out FILE.json"
-        return note("times", f"the package has no table of {card}", advice)
+        return Check("note", "times", f"the package has no table of {card}", advice)
     if device != card:
         result = f"the package has those of {device}, the nearest relative"
-        return note("times", result, "those of this card, in a minute: snip calibrate --out FILE.json")
-    return ok("times", f"the package has those of {device}")
+        return Check("note", "times", result, "those of this card, in a minute: snip calibrate --out FILE.json")
+    return Check("ok", "times", f"the package has those of {device}")
 
 
 def check_backends() -> Iterator[Check]:
@@ -314,7 +285,7 @@ def _check_backend(name: str) -> Check:
     try:
         selection = select_backend(name)
     except SnipError as error:
-        return note(name, "cannot run here", str(error))
+        return Check("note", name, "cannot run here", str(error))
     backend, device = selection.backend, "cuda" if torch.cuda.is_available() else "cpu"
     formats = [fmt for fmt in Format if fmt not in VARIANTS]
     if name == "transformer_engine":
@@ -323,9 +294,9 @@ def _check_backend(name: str) -> Check:
     result = f"{backend.name} ({selection.reason})"
     if faults:
         advice = "mend that; until then use another --snip-gemm, and report wrong numbers"
-        return fail(name, "; ".join((result, *faults)), advice)
+        return Check("fail", name, "; ".join((result, *faults)), advice)
     right = ", ".join(fmt.value for fmt in formats if fmt is not Format.BF16)
-    return ok(name, f"{result}; right on this device: {right}")
+    return Check("ok", name, f"{result}; right on this device: {right}")
 
 
 def _check_host_path() -> Iterator[Check]:
@@ -338,10 +309,10 @@ def _check_host_path() -> Iterator[Check]:
 
     extension, reason = replay_extension()
     if extension is not None:
-        yield ok("host path", reason)
+        yield Check("ok", "host path", reason)
     else:
         advice = "install a C++ compiler (g++); without it the results are the same, and small linears take longer"
-        yield note("host path", reason, advice)
+        yield Check("note", "host path", reason, advice)
 
 
 # -- host ----------------------------------------------------------------------------------------------------------
@@ -349,23 +320,23 @@ def check_host(directory: Path) -> Iterator[Check]:
     """Check CPU cores, solver, Megatron, process group, shared memory, and the ``directory`` of future runs."""
     cores = len(os.sched_getaffinity(0))
     if cores < 2:
-        yield note("cpu", f"{cores} core", "the solver process shares it with training: give rank 0 one more")
+        yield Check("note", "cpu", f"{cores} core", "the solver process shares it with training: give rank 0 one more")
     else:
-        yield ok("cpu", f"{cores} cores")
+        yield Check("ok", "cpu", f"{cores} cores")
     yield attempt("solver", _check_solver, "reinstall the pinned ortools")
     yield attempt("megatron", _check_megatron, f"install an unpatched {MEGATRON}")
     yield attempt("process group", _check_process_group, "check the driver and the network interface")
     yield check_disk(directory)
     path = Path("/dev/shm")
     if not path.exists():
-        yield note("shared memory", "no /dev/shm", "data loader workers and NCCL use it")
+        yield Check("note", "shared memory", "no /dev/shm", "data loader workers and NCCL use it")
         return
     free = shutil.disk_usage(path).free
     result = f"{free / 2**30:.1f} GiB free"
     if free < _LOW_SHARED_MEMORY_BYTES:
-        yield note("shared memory", result, "containers: start them with a larger --shm-size (or --ipc=host)")
+        yield Check("note", "shared memory", result, "containers: start them with a larger --shm-size (or --ipc=host)")
     else:
-        yield ok("shared memory", result)
+        yield Check("ok", "shared memory", result)
 
 
 def _check_solver() -> Check:
@@ -381,8 +352,8 @@ def _check_solver() -> Check:
     seconds = time.monotonic() - start
     in_fp4 = sorted(item for item, fmt in solution.choices.items() if fmt is Format.FP4)
     if solution.status != "optimal" or in_fp4 != ["0", "1", "2", "3"]:
-        return fail("solver", f"CP-SAT answered {solution.status}: {in_fp4}", "reinstall the pinned ortools")
-    return ok("solver", f"CP-SAT proved a small optimum in {seconds:.2f} s")
+        return Check("fail", "solver", f"CP-SAT answered {solution.status}: {in_fp4}", "reinstall the pinned ortools")
+    return Check("ok", "solver", f"CP-SAT proved a small optimum in {seconds:.2f} s")
 
 
 def _check_megatron() -> Check:
@@ -394,7 +365,7 @@ def _check_megatron() -> Check:
         from snip_megatron.megatron.compat import MEGATRON_VERSION
 
     version = ".".join(str(part) for part in MEGATRON_VERSION)
-    return ok("megatron", f"{version}: every private name that the step hook needs is as expected")
+    return Check("ok", "megatron", f"{version}: every private name that the step hook needs is as expected")
 
 
 def _check_process_group() -> Check:
@@ -406,7 +377,7 @@ def _check_process_group() -> Check:
         torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         torch.distributed.all_reduce(torch.ones(1, device="cuda" if backend == "nccl" else "cpu"))
         torch.distributed.destroy_process_group()
-    return ok("process group", f"{backend} works on one rank")
+    return Check("ok", "process group", f"{backend} works on one rank")
 
 
 def check_disk(directory: Path) -> Check:
@@ -422,8 +393,8 @@ def check_disk(directory: Path) -> Check:
         free = shutil.disk_usage(existing).free
     except OSError as error:
         result = f"no folder can be made at {path} ({error.strerror})"
-        return fail("disk", result, "give --dir a directory that this user can write")
+        return Check("fail", "disk", result, "give --dir a directory that this user can write")
     result = f"{free / 2**30:.0f} GiB free at {existing}"
     if free < _LOW_DISK_BYTES:
-        return note("disk", result, "a checkpoint takes 14 to 18 bytes a parameter, a run directory some MB")
-    return ok("disk", result)
+        return Check("note", "disk", result, "a checkpoint takes 14 to 18 bytes a parameter, a run directory some MB")
+    return Check("ok", "disk", result)
