@@ -1,7 +1,8 @@
 """Refuses, before training starts, arguments that cannot be combined with SNIP. The error names both arguments."""
 
 import argparse
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.precision import Side
 from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.precision.linears import matching_options, no_match_hint
-from snip_megatron.precision.phases import Schedule
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import replayed_maps, step_path
 from snip_megatron.sensitivity.policies import fixed_map, late_shares, needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest
+
+Conflict = tuple[object, str]
+"""Whether arguments conflict, and the error that names both."""
 
 _GRAPHS_WITHOUT_PIPELINE = {
     "full_iteration": "Megatron waits for the device between stages, which no graph holds",
@@ -72,59 +75,148 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
 
     Raises SnipError if two arguments cannot be combined. The message names both.
     """
-    for argument, (attribute, present, why) in CONFLICTS.items():
-        value = getattr(args, attribute, None)
-        if present(value):
-            is_users = argument == f"--{attribute.replace('_', '-')}"  # and not computed by Megatron
-            shown = f" {value}" if is_users and value is not True else ""
-            raise SnipError(f"{argument}{shown} cannot be combined with --snip: {why}")
-    _check_engine(args)
-    if config.gemm == "transformer_engine" and getattr(args, "tp_comm_overlap", False):
-        raise SnipError(
-            "--tp-comm-overlap cannot be combined with --snip-gemm transformer_engine: its buffers are made for bf16;"
-            " leave it out, or use --snip-gemm hopper on such a card, which overlaps where a linear stays bf16"
-        )
-    for name in ("full_validation", "multiple_validation_sets") if config.eval == "both" else ():
-        if getattr(args, name):  # both validations run on the same batches
-            argument = f"--{name.replace('_', '-')}"
-            raise SnipError(f"{argument} cannot be combined with --snip-eval both; use --snip-eval map or bf16")
-    _check_graphs(config, args)
-    _check_optimizer(config, args)
-    _check_full_sharding(config, args)
+    tables = _features(args), _engine(config, args), _graphs(config, args), _optimizer(config, args)
+    for conflicts, message in itertools.chain(*tables, _full_sharding(config, args)):
+        if conflicts:
+            raise SnipError(message)
     if config.gradient_reduction != "fp32":
         compat.check_gradient_reduction(args)
     if not torch.cuda.is_available():
         check_measurable(config, None)
 
 
-def check_model(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:
-    """Raise SnipError unless maps, globs and budgets fit the linears of a model. No collective is called."""
-    if not linears.covered:
-        raise SnipError("the model has no linear that SNIP can choose formats for")
-    if config.budget.kind == "speedup" and config.updates and linears.uncovered:
-        raise SnipError(
-            f"--snip-budget {config.budget}: times of linears that stay bf16 are not predicted, and"
-            f" {linears.uncovered[0].name} does; use loss= or fp4="
-        )
-    _check_fixed_map(config, args, linears)
-    if config.phases is not None:
-        _check_globs(config.phases, linears.names)
-    _check_reachable(config, args, linears)
+def _features(args: argparse.Namespace) -> Iterator[Conflict]:
+    """Yield what no configuration of SNIP can be combined with."""
+    for argument, (attribute, conflicts, why) in CONFLICTS.items():
+        value = getattr(args, attribute, None)
+        is_users = argument == f"--{attribute.replace('_', '-')}"  # and not computed by Megatron
+        shown = f" {value}" if is_users and value is not True else ""
+        yield conflicts(value), f"{argument}{shown} cannot be combined with --snip: {why}"
 
 
-def _check_engine(args: argparse.Namespace) -> None:
-    """Raise SnipError if Megatron's local layers get an argument that needs Transformer Engine's layers."""
-    if args.transformer_impl == "transformer_engine":
-        return
+def _engine(config: SnipConfig, args: argparse.Namespace) -> Iterator[Conflict]:
+    """Yield conflicts with Megatron's local layers, with Transformer Engine's GEMMs, and with two validations."""
+    engine = args.transformer_impl
     for argument, is_given in (
         (f"--context-parallel-size {args.context_parallel_size}", args.context_parallel_size > 1),
         ("--defer-embedding-wgrad-compute", getattr(args, "defer_embedding_wgrad_compute", False)),
     ):
-        if is_given:
-            raise SnipError(
-                f"{argument} cannot be combined with --transformer-impl {args.transformer_impl}: it needs Transformer"
-                " Engine's layers; use --transformer-impl transformer_engine, which needs a GPU"
-            )
+        yield (
+            is_given and engine != "transformer_engine",
+            f"{argument} cannot be combined with --transformer-impl {engine}: it needs Transformer Engine's layers; use"
+            " --transformer-impl transformer_engine, which needs a GPU",
+        )
+    yield (
+        config.gemm == "transformer_engine" and getattr(args, "tp_comm_overlap", False),
+        "--tp-comm-overlap cannot be combined with --snip-gemm transformer_engine: its buffers are made for bf16;"
+        " leave it out, or use --snip-gemm hopper on such a card, which overlaps where a linear stays bf16",
+    )
+    for name in ("full_validation", "multiple_validation_sets"):  # both validations run on the same batches
+        yield (
+            config.eval == "both" and getattr(args, name),
+            f"--{name.replace('_', '-')} cannot be combined with --snip-eval both; use --snip-eval map or bf16",
+        )
+
+
+def _graphs(config: SnipConfig, args: argparse.Namespace) -> Iterator[Conflict]:
+    """Yield what CUDA graphs need, and what they conflict with."""
+    implementation = compat.graph_implementation(args)
+    if implementation is None:
+        return
+    graphs = f"--cuda-graph-impl {implementation}"
+    yield not torch.cuda.is_available(), f"{graphs} needs a CUDA device, and there is none; leave it out"
+    experts, stages = getattr(args, "num_experts", None), args.pipeline_model_parallel_size
+    yield (
+        experts and not compat.graphs_leave_experts_out(args),
+        f"{graphs} cannot be combined with --num-experts {experts} under --snip: the host counts the rows of experts,"
+        " which no graph may hold; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"
+        " moe_preprocess",
+    )
+    yield (
+        config.gemm == "transformer_engine",
+        f"{graphs} cannot be combined with --snip-gemm transformer_engine: a new map needs new graphs; leave it out, or"
+        " use --snip-gemm hopper on such a card",
+    )
+    why = _GRAPHS_WITHOUT_PIPELINE.get(implementation)
+    yield (
+        stages > 1 and why,
+        f"{graphs} cannot be combined with --pipeline-model-parallel-size {stages} under --snip: {why}; use"
+        " --cuda-graph-impl transformer_engine",
+    )
+    if implementation == "full_iteration":
+        steps, ramp = args.cuda_graph_warmup_steps, compat.batch_size_ramp(args)
+        yield (
+            steps < 1,
+            f"{graphs} cannot be combined with --cuda-graph-warmup-steps {steps} under --snip: kernels are compiled in"
+            " a step before the one that is captured; use 1 or more",
+        )
+        batches = "the graph holds the microbatches of one batch size; leave one out"
+        yield ramp, f"{graphs} cannot be combined with {ramp}: {batches}"
+
+
+def _optimizer(config: SnipConfig, args: argparse.Namespace) -> Iterator[Conflict]:
+    """Yield what Megatron cannot shard, which it reports late or not at all, and what weight divergence cannot do."""
+    optimizer = f"--optimizer {args.optimizer}"
+    yield (
+        args.optimizer == "sgd" and args.use_distributed_optimizer,
+        f"{optimizer} cannot be combined with --use-distributed-optimizer: Megatron shards the state of adam alone;"
+        " leave one of them out",
+    )
+    yield (
+        getattr(args, "use_layer_wise_distributed_optimizer", False) and not args.bf16,
+        f"{optimizer} with --use-distributed-optimizer needs --bf16: Megatron shares out whole parameters of 16-bit"
+        " models only; add --bf16 or leave --use-distributed-optimizer out",
+    )
+    if config.updates and needs_forward_noise(config.request()):
+        estimator = f"--snip-estimator {config.estimator}"
+        yield (
+            args.optimizer != "adam",
+            f"{optimizer} cannot be combined with {estimator}: weight divergence knows the update of adam alone; use"
+            " it, or --snip-estimator fisher",
+        )
+        yield (
+            config.first_update == 0 and not args.load,
+            f"--snip-first-update 0 cannot be combined with {estimator}: adam has no moments before its first step; use"
+            " --snip-first-update 1 or later",
+        )
+
+
+def _full_sharding(config: SnipConfig, args: argparse.Namespace) -> Iterator[Conflict]:
+    """Yield what is not supported beside full sharding."""
+    argument = sharding(args)
+    if argument is None:
+        return
+    strategy, instances = args.data_parallel_sharding_strategy, args.num_distributed_optimizer_instances
+    stages, implementation = args.pipeline_model_parallel_size, compat.graph_implementation(args)
+    version = getattr(args, "megatron_fsdp_version", 1)  # Megatron 0.19 has no other
+    unsharded = argument == "--use-megatron-fsdp" and strategy in ("no_shard", "optim")
+    own_gemms = config.gemm == "transformer_engine"
+    for conflicts, option, way in (
+        (unsharded, f"--data-parallel-sharding-strategy {strategy}", "use optim_grads_params"),
+        # Megatron cannot load an optimizer from it
+        (getattr(args, "ckpt_format", None) == "torch_dcp", "--ckpt-format torch_dcp", "use torch_dist"),
+        (version != 1, f"--megatron-fsdp-version {version}", "use 1"),
+        (instances > 1, f"--num-distributed-optimizer-instances {instances}", "use 1"),
+        (stages > 1, f"--pipeline-model-parallel-size {stages}", "use 1"),
+        (implementation is not None, f"--cuda-graph-impl {implementation}", "leave it out"),
+        (getattr(args, "optimizer_cpu_offload", False), "--optimizer-cpu-offload", "leave it out"),
+        (
+            getattr(args, "overlap_moe_expert_parallel_comm", False),
+            "--overlap-moe-expert-parallel-comm",
+            "leave it out",
+        ),
+        (config.guard_blame, "--snip-guard-blame", "leave it out"),
+        (config.gradient_reduction != "fp32", f"--snip-gradient-reduction {config.gradient_reduction}", "use fp32"),
+        (own_gemms, "--snip-gemm transformer_engine", "use --snip-gemm hopper on such a card"),
+    ):
+        alone = "or use --use-distributed-optimizer alone"
+        yield conflicts, f"{argument} cannot be combined with {option} under --snip; {way}, {alone}"
+
+
+def sharding(args: argparse.Namespace) -> str | None:
+    """Return the argument by which data parallel ranks shard all parameters. None if there is none."""
+    names = ("use_megatron_fsdp", "use_torch_fsdp2")
+    return next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name, False)), None)
 
 
 def check_layers_of_experts(args: argparse.Namespace) -> None:
@@ -141,116 +233,16 @@ def check_layers_of_experts(args: argparse.Namespace) -> None:
         raise SnipError(f"--moe-layer-freq names {len(pattern)} layers, the decoder has {args.num_layers}")
 
 
-def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
-    """Raise SnipError if CUDA graphs cannot work here, or not with another argument."""
-    implementation = compat.graph_implementation(args)
-    if implementation is None:
-        return
-    here = f"--cuda-graph-impl {implementation} cannot be combined with"
-    if not torch.cuda.is_available():
-        raise SnipError(f"--cuda-graph-impl {implementation} needs a CUDA device, and there is none; leave it out")
-    if getattr(args, "num_experts", None) and not compat.graphs_leave_experts_out(args):
+def check_model(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:
+    """Raise SnipError unless maps, globs and budgets fit the linears of a model. No collective is called."""
+    if not linears.covered:
+        raise SnipError("the model has no linear that SNIP can choose formats for")
+    if config.budget.kind == "speedup" and config.updates and linears.uncovered:
         raise SnipError(
-            f"{here} --num-experts {args.num_experts} under --snip: the host counts the rows of experts, which no graph"
-            " may hold; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
+            f"--snip-budget {config.budget}: times of linears that stay bf16 are not predicted, and"
+            f" {linears.uncovered[0].name} does; use loss= or fp4="
         )
-    if config.gemm == "transformer_engine":
-        raise SnipError(
-            f"{here} --snip-gemm transformer_engine: a new map needs new graphs; leave it out, or use --snip-gemm"
-            " hopper on such a card"
-        )
-    stages = args.pipeline_model_parallel_size
-    if stages > 1 and implementation in _GRAPHS_WITHOUT_PIPELINE:
-        raise SnipError(
-            f"{here} --pipeline-model-parallel-size {stages} under --snip: {_GRAPHS_WITHOUT_PIPELINE[implementation]};"
-            " use --cuda-graph-impl transformer_engine"
-        )
-    if implementation != "full_iteration":
-        return
-    if args.cuda_graph_warmup_steps < 1:
-        raise SnipError(
-            f"{here} --cuda-graph-warmup-steps {args.cuda_graph_warmup_steps} under --snip: kernels are compiled in a"
-            " step before the one that is captured; use 1 or more"
-        )
-    ramp = compat.batch_size_ramp(args)
-    if ramp is not None:
-        raise SnipError(f"{here} {ramp}: the graph holds the microbatches of one batch size; leave one out")
-
-
-def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
-    _check_sharding(args)
-    if not config.updates or not needs_forward_noise(config.request()):
-        return
-    if args.optimizer != "adam":
-        raise SnipError(
-            f"--optimizer {args.optimizer} cannot be combined with --snip-estimator {config.estimator}: weight"
-            " divergence knows the update of adam alone; use it, or --snip-estimator fisher"
-        )
-    if config.first_update == 0 and not args.load:
-        raise SnipError(
-            f"--snip-first-update 0 cannot be combined with --snip-estimator {config.estimator}: adam has no moments"
-            " before its first step; use --snip-first-update 1 or later"
-        )
-
-
-def _check_sharding(args: argparse.Namespace) -> None:
-    """Raise SnipError if Megatron cannot shard this optimizer. Megatron itself reports it late or not at all."""
-    if args.optimizer == "sgd" and args.use_distributed_optimizer:
-        raise SnipError(
-            "--optimizer sgd cannot be combined with --use-distributed-optimizer: Megatron shards the state of adam"
-            " alone; leave one of them out"
-        )
-    if getattr(args, "use_layer_wise_distributed_optimizer", False) and not args.bf16:
-        raise SnipError(
-            f"--optimizer {args.optimizer} with --use-distributed-optimizer needs --bf16: Megatron shares out whole"
-            " parameters of 16-bit models only; add --bf16 or leave --use-distributed-optimizer out"
-        )
-
-
-def sharding(args: argparse.Namespace) -> str | None:
-    """Return the argument by which data parallel ranks shard all parameters. None if there is none."""
-    names = ("use_megatron_fsdp", "use_torch_fsdp2")
-    return next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name, False)), None)
-
-
-def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
-    """Raise SnipError if full sharding is combined with an argument that is not supported beside it."""
-    argument = sharding(args)
-    if argument is None:
-        return
-    strategy, instances = args.data_parallel_sharding_strategy, args.num_distributed_optimizer_instances
-    stages, implementation = args.pipeline_model_parallel_size, compat.graph_implementation(args)
-    overlaps = getattr(args, "overlap_moe_expert_parallel_comm", False)
-    version = getattr(args, "megatron_fsdp_version", 1)  # Megatron 0.19 has no other
-    unsharded = argument == "--use-megatron-fsdp" and strategy in ("no_shard", "optim")
-    for refused, option, way in (
-        (unsharded, f"--data-parallel-sharding-strategy {strategy}", "use optim_grads_params"),
-        # Megatron cannot load an optimizer from it
-        (getattr(args, "ckpt_format", None) == "torch_dcp", "--ckpt-format torch_dcp", "use torch_dist"),
-        (version != 1, f"--megatron-fsdp-version {version}", "use 1"),
-        (instances > 1, f"--num-distributed-optimizer-instances {instances}", "use 1"),
-        (stages > 1, f"--pipeline-model-parallel-size {stages}", "use 1"),
-        (implementation is not None, f"--cuda-graph-impl {implementation}", "leave it out"),
-        (getattr(args, "optimizer_cpu_offload", False), "--optimizer-cpu-offload", "leave it out"),
-        (overlaps, "--overlap-moe-expert-parallel-comm", "leave it out"),
-        (config.guard_blame, "--snip-guard-blame", "leave it out"),
-        (config.gradient_reduction != "fp32", f"--snip-gradient-reduction {config.gradient_reduction}", "use fp32"),
-        (
-            config.gemm == "transformer_engine",
-            "--snip-gemm transformer_engine",
-            "use --snip-gemm hopper on such a card",
-        ),
-    ):
-        if refused:
-            raise SnipError(
-                f"{argument} cannot be combined with {option} under --snip; {way}, or use --use-distributed-optimizer"
-                " alone"
-            )
-
-
-def _check_fixed_map(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:
-    """Check the maps of ``--snip-map``, ``--snip-replay`` or a policy with a fixed map."""
-    names = linears.names
+    names, phases = linears.names, () if config.phases is None else config.phases.phases
     if config.map is not None:
         load_map(config.map, names)
     elif config.replay is not None:
@@ -260,15 +252,22 @@ def _check_fixed_map(config: SnipConfig, args: argparse.Namespace, linears: Mode
         fixed_map(config.policy, names, pins(config, args), config.formats)
     if config.late:
         late_shares(solve_request(config, args, linears), linears.flops, sum(linears.uncovered_flops.values()))
-
-
-def _check_globs(schedule: Schedule, names: list[str]) -> None:
-    """Raise SnipError if the glob of a phase matches no option."""
-    for i, phase in enumerate(schedule.phases):
+    for i, phase in enumerate(phases):
         for glob in phase.change or ():
             if not matching_options(glob, names, "gemm"):
                 hint = no_match_hint("a phase", glob, names, "gemm")
                 raise SnipError(f"--snip-schedule: phases[{i}].change: {cut(glob)} matches no option; {hint}")
+    if not config.updates:
+        return
+    request = solve_request(config, args, linears)
+    if config.budget.timed and request.times is None:  # the run measures them
+        return
+    tokens = 1 if request.unquantised_stage_flops is None else _tokens_per_step(args)
+    check_reachable(linears.covered, request, tokens_per_step=tokens)
+    for i, phase in enumerate(phases):
+        if phase.budget is not None:
+            argument = f"--snip-schedule: phases[{i}].budget:"
+            check_reachable(linears.covered, replace(request, budget=phase.budget), argument, tokens_per_step=tokens)
 
 
 def pins(config: SnipConfig, args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
@@ -296,21 +295,6 @@ def solve_request(config: SnipConfig, args: argparse.Namespace, linears: ModelLi
 def _tokens_per_step(args: argparse.Namespace) -> int:
     """Return the tokens of the full global batch. :meth:`SolveRequest.of_step` corrects for a ramp."""
     return int(args.global_batch_size * args.seq_length)
-
-
-def _check_reachable(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:
-    """Raise SnipError if the budget, or that of a phase, is unreachable. The message has the largest reachable one."""
-    if not config.updates:
-        return
-    request = solve_request(config, args, linears)
-    if config.budget.timed and request.times is None:  # the run measures them
-        return
-    tokens = 1 if request.unquantised_stage_flops is None else _tokens_per_step(args)
-    check_reachable(linears.covered, request, tokens_per_step=tokens)
-    for i, phase in enumerate(() if config.phases is None else config.phases.phases):
-        if phase.budget is not None:
-            argument = f"--snip-schedule: phases[{i}].budget:"
-            check_reachable(linears.covered, replace(request, budget=phase.budget), argument, tokens_per_step=tokens)
 
 
 def cut_tiles(args: argparse.Namespace, linears: ModelLinears) -> list[str]:
