@@ -96,7 +96,10 @@ class SnipRun:
 
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:
         """Convert the linears in place. Megatron calls this hook after it builds the model and before it wraps it."""
-        self._leave_earlier_start()
+        self._undo_model.close()  # if an in-process restart builds a new model
+        if self._controller is not None:
+            self._controller.close(together=False)  # ranks of the previous start may have died
+        self._controller = self._coordinator = self._probes = None
         self._registry = convert_model(model_chunks, dataclasses.replace(self._config, gemm_library=self._library))
         self._linears = ModelLinears(self._registry.rows, self._registry.uncovered)
         validate.check_model(self._config, self._args, self._linears)
@@ -104,13 +107,6 @@ class SnipRun:
         self._registry.context.bf16_eval = self._config.eval == "bf16"
         self._registry.context.fsdp_sharded = validate.sharding(self._args) is not None
         self._watch_evaluation(self._registry)
-        self._say_what_differs()
-        self._checkpoint = checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
-        model_chunks[0].snip_state = checkpoint
-        self._undo_model.enter_context(compat.state_beside_model(checkpoint.content, self._loaded))
-        return model_chunks
-
-    def _say_what_differs(self) -> None:
         if cut := cut_tiles(self._args, self._linears):
             say(
                 f"not multiples of {TILE} on a rank: {', '.join(cut)}: quantisation tiles are cut there, so that"
@@ -118,16 +114,10 @@ class SnipRun:
             )
         if getattr(self._args, "tp_comm_overlap", False):
             say("--tp-comm-overlap: linears gather and scatter beside their GEMMs only where all three are bf16")
-
-    def _leave_earlier_start(self) -> None:
-        """Close what belongs to the previous model when an in-process restart builds a new one.
-
-        This calls no collective, because ranks of the previous start may have died.
-        """
-        self._undo_model.close()
-        if self._controller is not None:
-            self._controller.close(together=False)
-        self._controller = self._coordinator = self._probes = None
+        self._checkpoint = checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
+        model_chunks[0].snip_state = checkpoint
+        self._undo_model.enter_context(compat.state_beside_model(checkpoint.content, self._loaded))
+        return model_chunks
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """End SNIP's part of the run: write the last metrics and files, stop the sidecar and draw the report.
@@ -161,30 +151,23 @@ class SnipRun:
         return None if self._controller is None else self._controller.state_to_save()
 
     def _checkpoint_has_state(self) -> bool:
-        """Return whether the checkpoint being loaded has SNIP's state.
-
-        If it was written without SNIP, training continues in bf16 until the next update, or with the map that the
-        configuration fixes.
-        """
+        """Return whether the checkpoint being loaded has SNIP's state."""
         if self._args.finetune or not self._args.load:
             return False
-        has_state = compat.checkpoint_has(self._args, SNIP_STATE_KEY)
-        if not has_state:
-            self._say_no_state()
-        return has_state
+        return self._has_state(compat.checkpoint_has(self._args, SNIP_STATE_KEY))
 
-    def _say_no_state(self) -> None:
-        if self._config.updates:
+    def _has_state(self, has_state: bool) -> bool:
+        """Say so if a checkpoint has no state, as one that was written without SNIP. A fixed map needs none."""
+        if self._config.updates and not has_state:
             say("the checkpoint holds no SNIP state: linears start in bf16, the next update brings a map")
+        return has_state
 
     def _loaded(self, content: bytes | None) -> None:
         """Store the state of a checkpoint in which it is an entry beside the model."""
         assert self._checkpoint is not None
-        if self._args.finetune:
-            return
-        self._checkpoint.loaded = content
-        if content is None:
-            self._say_no_state()
+        if not self._args.finetune:
+            self._checkpoint.loaded = content
+            self._has_state(content is not None)
 
     def _restored_state(self) -> ControllerState | None:
         if self._checkpoint is None or self._checkpoint.loaded is None:
@@ -219,7 +202,10 @@ class SnipRun:
             schedule = self.repeatable(schedule, call.step)
             return train_step(forward_step, *arguments[1:schedule_at], schedule, *arguments[schedule_at + 1 :])
 
-        return self.around_step(step, call)
+        # The backward runs in this thread. A switch to autograd's device thread and back costs as much host time as the
+        # Python code of a small linear, and with one device a rank this thread would only wait.
+        with torch.autograd.set_multithreading_enabled(False):
+            return self.around_step(step, call)
 
     def repeatable(self, schedule: Callable[..., Any], step: int) -> Callable[..., Any]:
         """Return the schedule of ``step``, whose stochastic rounding is the same in each call.
@@ -246,12 +232,6 @@ class SnipRun:
         The result of ``train_step`` is returned. It has the losses at index 0, whether Megatron exits instead of
         completing the step at index 3, and the gradient norm at index 5.
         """
-        # The backward runs in this thread. A switch to autograd's device thread and back costs as much host time as the
-        # Python code of a small linear, and with one device a rank this thread would only wait.
-        with torch.autograd.set_multithreading_enabled(False):
-            return self._controlled(train_step, call)
-
-    def _controlled(self, train_step: Callable[[], Any], call: StepCall) -> Any:
         if self._config.blame is not None:
             self._blame(call)
         with _between_steps(call.step, "start"):
@@ -292,9 +272,8 @@ class SnipRun:
         interval = getattr(self._args, "log_interval", None)
         if self._coordinator is not None and interval and (call.step + 1) % interval == 0:
             self._coordinator.print_line(call.step)
-        losses = result[0]
         with _between_steps(call.step, "figures"):
-            controller.after_step(call.step, main_loss(losses), result[_GRAD_NORM])
+            controller.after_step(call.step, main_loss(result[0]), result[_GRAD_NORM])
         return result
 
     # -- construction at the first step ------------------------------------------------------------------------

@@ -15,12 +15,14 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.gated_delta_net import common, gdn
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from snip_megatron.megatron.compat import token_prediction
+from snip_megatron.megatron.compat.patches import token_prediction_repair
+from snip_megatron.megatron.compat.versions import changed
 from snip_megatron.precision.errors import SnipError, cut
 
 
@@ -130,5 +132,5 @@ def _seeming_gpu() -> Iterator[None]:
         stack.enter_context(mock.patch("torch.cuda.current_device", return_value="meta"))
         for module, names in _KERNELS.items():
             stack.enter_context(mock.patch.multiple(module, **names))
-        stack.enter_context(token_prediction.repaired())
+        stack.enter_context(changed(multi_token_prediction, **token_prediction_repair()))
         yield

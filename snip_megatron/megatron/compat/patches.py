@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import megatron.core.datasets.utils as dataset_utils
 import megatron.training.training as training
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from snip_megatron.megatron.compat import distributed_optimizer, token_prediction
+from snip_megatron.megatron.compat import distributed_optimizer
 from snip_megatron.megatron.compat.loop import hooks_in_source
 from snip_megatron.megatron.compat.versions import changed, check_signature, nothing
 from snip_megatron.megatron.startup import Startup
@@ -33,15 +34,13 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
     torch_adamw = args.use_distributed_optimizer and USING_PYTORCH_OPTIMIZER  # neither Apex nor Transformer Engine
     torch_fsdp = getattr(args, "use_torch_fsdp2", False)
     resume = distributed_optimizer.install_for_torch_fsdp if torch_fsdp else distributed_optimizer.install
+    predicts_tokens = bool(getattr(args, "mtp_num_layers", None))
     sets: dict[str, tuple[bool, Callable[[], str]]] = {
         "cpu": (startup.on_cpu, _patch_for_cpu),
         "dataset-helpers": (dataset_helpers_are_prebuilt(), _skip_dataset_build),
         "step-hook": (args.snip, _step_hook),
         "torch-norm-sequence-parallel": (torch_norms, _allow_torch_norms),
-        "missing-extensions": (
-            bool(getattr(args, "mtp_num_layers", None)) and token_prediction.is_broken(),
-            token_prediction.repair,
-        ),
+        "missing-extensions": (predicts_tokens and bool(token_prediction_repair()), _repair_token_prediction),
         "distributed-optimizer-resume": (torch_adamw or torch_fsdp, resume),
     }
     if args.snip and not startup.allows("step-hook") and not hooks_in_source():
@@ -101,6 +100,25 @@ def _allow_torch_norms() -> str:
 
     WrappedTorchNorm.__new__ = build
     return "torch norms accepted, their gradients summed over the tensor-parallel group"
+
+
+def token_prediction_repair() -> dict[str, Callable[[object], bool]]:
+    """Return the function of Megatron's multi-token prediction to replace, if it fails without Transformer Engine.
+
+    Megatron 0.20 asks whether a linear is one of two classes for inference, which are no classes then, so that
+    ``isinstance`` raises TypeError. Megatron 0.19 has no such question.
+    """
+    name = "is_inference_column_parallel_linear"
+    try:
+        getattr(multi_token_prediction, name, bool)(None)
+    except TypeError:
+        return {name: lambda module: False}
+    return {}
+
+
+def _repair_token_prediction() -> str:
+    vars(multi_token_prediction).update(token_prediction_repair())
+    return "multi-token prediction built without Transformer Engine"
 
 
 # -- defaults of arguments -------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from small_decoder import DENSE, dense
 from torch_attention import TorchAttention
 
 from snip_megatron.megatron import convert_model
-from snip_megatron.megatron.compat import token_prediction
+from snip_megatron.megatron.compat.patches import token_prediction_repair
 from snip_megatron.megatron.conversion import formats_in_use
 from snip_megatron.megatron.host import chunk_of
 from snip_megatron.megatron.linears import SnipColumnParallelLinear, SnipRowParallelLinear
@@ -180,8 +181,9 @@ def mla_and_mtp() -> GPTModel:
 
 def test_latent_attention_and_token_prediction_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    with token_prediction.repaired():
-        chunk = mla_and_mtp()
+    for name, function in token_prediction_repair().items():
+        monkeypatch.setattr(multi_token_prediction, name, function)
+    chunk = mla_and_mtp()
     keys = list(chunk.state_dict())
     registry = convert_model([chunk], CONFIG)
     attention = [f"self_attention.linear_{part}" for part in ("q_down_proj", "kv_down_proj", "q_up_proj", "kv_up_proj")]
