@@ -17,8 +17,6 @@ _LOSS = "lm loss"
 BF16_LOSS = "lm loss in bf16"
 """Name of the bf16 loss in Megatron's log line, TensorBoard and wandb under ``--snip-eval both``."""
 
-Record = Callable[..., None]
-
 
 def main_loss(losses: dict[str, torch.Tensor] | None) -> torch.Tensor | None:
     """Return the loss that SNIP watches: ``lm loss``, or the first one of a script that reports others.
@@ -55,7 +53,7 @@ class Evaluation:
     mode: str
     args: argparse.Namespace
     context: StepContext
-    record: Record
+    record: Callable[..., None]
     graphs: GraphedRun
     _kind: str = "validation"
     _sets: Iterator[Any] = field(default_factory=lambda: iter(()))
@@ -74,7 +72,10 @@ class Evaluation:
         def evaluate_with_snip(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
             bf16_loss = None
             if self.mode == "both":
-                batches = compat.repeated(data_iterator, range(self._microbatches(named.get("eval_iters"))))
+                args, iters = self.args, named.get("eval_iters")
+                ranks = args.eval_micro_batch_size * args.data_parallel_size
+                each = args.eval_global_batch_size // ranks
+                batches = compat.repeated(data_iterator, range((args.eval_iters if iters is None else iters) * each))
                 consumed = self.args.consumed_valid_samples  # the second validation uses the same samples
                 with (
                     compat.changed(self.context, bf16_eval=True),
@@ -93,10 +94,6 @@ class Evaluation:
             return result
 
         return evaluate_with_snip
-
-    def _microbatches(self, eval_iters: int | None) -> int:
-        args, iters = self.args, self.args.eval_iters if eval_iters is None else eval_iters
-        return int(iters * (args.eval_global_batch_size // (args.eval_micro_batch_size * args.data_parallel_size)))
 
     def _report(self, losses: dict[str, torch.Tensor], model: Any) -> None:
         device = next(model[0].parameters()).device

@@ -26,6 +26,8 @@ from snip_megatron.sensitivity.table import SinkRow
 from snip_megatron.sensitivity.update_error import AdamWState
 
 _EMBEDDING, _FINAL_NORM = "word_embeddings", "final_layernorm"
+_SHARDED = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer", "use_torch_fsdp2")
+"""Arguments that shard the optimizer's state over data parallel ranks."""
 
 
 # -- the host --------------------------------------------------------------------------------------------------------
@@ -47,7 +49,7 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         shard=TokenShard(*((tp_rank, tp_size, True) if sharded_tokens else (0, 1, tp_rank == 0))),
         sinks=rows,
         local_sinks=_local_sinks(model, rows, tp_rank),
-        optimizer_sharded=_shards_optimizer(args),
+        optimizer_sharded=args.optimizer.startswith("dist_") or any(getattr(args, name, False) for name in _SHARDED),
         tokens=args.seq_length * args.micro_batch_size // args.context_parallel_size,
         pass_group=int(pass_group),
         in_flight=functools.partial(
@@ -58,11 +60,6 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         full_tensor=shards.values if shards else lambda weight: weight,
         passes_alone=not shards and _passes_alone(config),
     )
-
-
-def _shards_optimizer(args: argparse.Namespace) -> bool:
-    names = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer", "use_torch_fsdp2")
-    return args.optimizer.startswith("dist_") or any(getattr(args, name, False) for name in names)
 
 
 def _passes_alone(config: Any) -> bool:
@@ -87,10 +84,13 @@ def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
             strands.setdefault(key, {}).setdefault(index, linear)
     segments = []
     for first in strands.values():
-        places = [_place(linear, index) for index, linear in sorted(first.items())]
-        last = first[places[-1].boundary]
-        ended = last.id.stack == "mtp" or places[-1].boundary == ends["decoder"]
-        segments.append(StreamSegment(places, last.writer, ended))
+        places = []
+        for index, linear in sorted(first.items()):
+            is_norm = linear.reader is not linear.writer
+            recomputed = bool(is_norm and getattr(linear.writer, "recompute_pre_mlp_layernorm", False))
+            places.append(StreamReader(linear.reader, index, recomputed=recomputed))
+        is_last = linear.id.stack == "mtp" or index == ends["decoder"]
+        segments.append(StreamSegment(places, linear.writer, is_last))
     model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
     if not getattr(model, "pre_process", False):
         return Chunk(segments)
@@ -108,11 +108,6 @@ def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
         return handle
 
     return Chunk(segments, enter)
-
-
-def _place(linear: BuiltLinear, boundary: int) -> StreamReader:
-    norm = linear.reader is not linear.writer and getattr(linear.writer, "recompute_pre_mlp_layernorm", False)
-    return StreamReader(linear.reader, boundary, recomputed=bool(norm))
 
 
 def _sink_rows(rows: Sequence[LinearRow], hidden: int, padded_vocab_size: int) -> tuple[SinkRow, ...]:

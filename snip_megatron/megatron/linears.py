@@ -128,29 +128,21 @@ def fuse_swiglu(layers: Sequence[torch.nn.Module], backend: GemmBackend, stock: 
 
     ``stock`` are the functions for passes in which nothing is fused.
     """
-    mlps: list[Any] = [layer.mlp for layer in layers if _is_converted(layer.mlp)]
-    reason = _why_not(mlps, backend)
-    if reason is not None:
-        return f"no SwiGLU ({reason})"
+    candidates: list[Any] = [layer.mlp for layer in layers if type(layer.mlp) in (MLP, SnipMLP)]
+    mlps = [mlp for mlp in candidates if hasattr(mlp.linear_fc1, "snip") and hasattr(mlp.linear_fc2, "snip")]
+    if not mlps:
+        return "no SwiGLU (this rank has no dense MLP of two quantised linears)"
+    config, features = mlps[0].config, mlps[0].linear_fc2.weight.shape[1]
+    why = why_no_swiglu(config)
+    y = torch.empty(2, 2 * features, dtype=config.params_dtype, device="meta")
+    if why is None and backend.swiglu_kernel(y, (Format.FP8, Format.FP8)) is None:
+        why = f"the {backend.name} GEMMs have no kernel for {config.params_dtype} and {features} features a rank"
+    if why is not None:
+        return f"no SwiGLU ({why})"
     for mlp in mlps:
         mlp.__class__, mlp.snip_swiglu = SnipMLP, stock
         mlp.linear_fc1.snip.state.beside_swiglu = mlp.linear_fc2.snip.state.beside_swiglu = True
     return f"SwiGLU of {len(mlps)} layers"
-
-
-def _is_converted(mlp: Any) -> bool:
-    return type(mlp) in (MLP, SnipMLP) and hasattr(mlp.linear_fc1, "snip") and hasattr(mlp.linear_fc2, "snip")
-
-
-def _why_not(mlps: Sequence[Any], backend: GemmBackend) -> str | None:
-    if not mlps:
-        return "this rank has no dense MLP of two quantised linears"
-    config, features = mlps[0].config, mlps[0].linear_fc2.weight.shape[1]
-    y = torch.empty(2, 2 * features, dtype=config.params_dtype, device="meta")
-    why = why_no_swiglu(config)
-    if why is None and backend.swiglu_kernel(y, (Format.FP8, Format.FP8)) is None:
-        return f"the {backend.name} GEMMs have no kernel for {config.params_dtype} and {features} features a rank"
-    return why
 
 
 def why_no_swiglu(config: Any) -> str | None:

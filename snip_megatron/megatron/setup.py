@@ -96,7 +96,7 @@ class SnipRun:
 
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:
         """Convert the linears in place. Megatron calls this hook after it builds the model and before it wraps it."""
-        self._undo_model.close()  # if an in-process restart builds a new model
+        self._undo_model.close()  # what belongs to an earlier model, which an in-process restart replaces
         if self._controller is not None:
             self._controller.close(together=False)  # ranks of the previous start may have died
         self._controller = self._coordinator = self._probes = None

@@ -70,7 +70,14 @@ class _QuantizedForward(StockState):
         returned = self.bias if self.te_return_bias else None
         bias = self.bias if self.apply_bias else None
         if self.parallel_mode == "row" and self.tp_size > 1:
-            y = self._reduced_product(x)
+            if self.sequence_parallel and may_reduce_scatter(self.snip):
+                y = product(self.snip, x, self.weight, tp_group=self.tp_group, reduce_scatter=True)
+            else:
+                shards = self.sequence_parallel
+                reduce = (
+                    reduce_scatter_to_sequence_parallel_region if shards else reduce_from_tensor_model_parallel_region
+                )
+                y = reduce(product(self.snip, x, self.weight), group=self.tp_group)
             return y if bias is None else y + bias, returned
         exchange: dict[str, Any] = {}
         if self.parallel_mode == "column" and self.tp_size > 1:
@@ -85,14 +92,6 @@ class _QuantizedForward(StockState):
         """Run the wgrad of the earliest backward that delayed it (``--delay-wgrad-compute``)."""
         if not run_delayed_wgrad(self, self.snip):
             super().backward_dw()  # type: ignore[misc]
-
-    def _reduced_product(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """Return X·Wᵀ summed over tensor parallel ranks."""
-        if self.sequence_parallel and may_reduce_scatter(self.snip):
-            return product(self.snip, x, self.weight, tp_group=self.tp_group, reduce_scatter=True)
-        shards, y = self.sequence_parallel, product(self.snip, x, self.weight)
-        reduce = reduce_scatter_to_sequence_parallel_region if shards else reduce_from_tensor_model_parallel_region
-        return reduce(y, group=self.tp_group)  # type: ignore[no-any-return]
 
 
 class SnipTELinear(_QuantizedForward, TELinear):  # type: ignore[misc]
@@ -232,8 +231,11 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor | None]:
         """Run Megatron's experts, on padded rows unless both linears run Transformer Engine's own code."""
         padded, backwards, calls, on_device = self.__dict__.pop("snip_prepared", None) or self._snip_prepared()
-        if self.snip_grouped_tensors:
-            self._choose_tensors()
+        if self.snip_grouped_tensors:  # Transformer Engine's own code takes the numbers of rows on the device
+            linears = self.linear_fc1, self.linear_fc2
+            self._use_grouped_tensor = all(linear.snip_experts[0].is_stock for linear in linears)
+            for linear in linears:
+                linear.use_grouped_tensor = self._use_grouped_tensor
         if not padded:
             return super().forward(hidden, tokens_per_expert, probs, *buffers, **named)  # type: ignore[no-any-return]
         if on_device and tokens_per_expert.device == hidden.device:
@@ -244,14 +246,6 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
             return fused_experts(hidden, probs, rows, *calls), None
         output, bias = super().forward(pad(hidden, rows), rows, pad(probs, rows), *buffers, **named)
         return unpad(output, rows), bias
-
-    def _choose_tensors(self) -> None:
-        """Let the next forward take numbers of rows on the device if both linears are Megatron's, else on the host."""
-        linears = self.linear_fc1, self.linear_fc2
-        grouped = all(linear.snip_experts[0].is_stock for linear in linears)
-        self._use_grouped_tensor = grouped
-        for linear in linears:
-            linear.use_grouped_tensor = grouped
 
 
 def convert_expert_mlps(model_chunks: Sequence[torch.nn.Module], *, fuse_swiglu: bool) -> None:
