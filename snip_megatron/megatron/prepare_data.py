@@ -183,7 +183,7 @@ def _walk(source: Path, globs: Sequence[str]) -> Iterator[tuple[str, Path]]:
         yield _name(source), source
         return
     if not source.is_dir():
-        raise SnipError(f"{source}: {'not a regular' if source.exists() else 'no such'} file or folder")
+        raise SnipError(f"{source}: no such file or folder")
 
     def stop(error: OSError) -> None:
         raise _unreadable(error, source)

@@ -230,7 +230,7 @@ def test_the_first_start_measures_and_later_ones_find_the_same(
     assert own(None, FakeClock()).measure() == measured  # of a run without a directory
 
 
-def test_other_gemms_are_measured_anew(tmp_path: Path) -> None:
+def test_other_gemms_and_those_of_another_card_or_backend_are_measured_anew(tmp_path: Path) -> None:
     """Of another format, another shard, or another number of tokens."""
     own(tmp_path, FakeClock()).measure()
     for given in (
@@ -239,6 +239,10 @@ def test_other_gemms_are_measured_anew(tmp_path: Path) -> None:
         {"micro_batch_size": 2},
     ):
         assert own(tmp_path, **given).known() is None  # type: ignore[arg-type]
+    table = TimingTable.load(tmp_path / TIMINGS)
+    for other in (replace(table, device="NVIDIA H200"), replace(table, backend="hopper")):
+        (tmp_path / TIMINGS).write_text(other.to_json())
+        assert own(tmp_path).known() is None
 
 
 def test_megatron_s_own_experts_take_what_they_took_in_the_training(tmp_path: Path) -> None:
@@ -266,15 +270,6 @@ def test_megatron_s_own_experts_take_what_they_took_in_the_training(tmp_path: Pa
     assert again == replace(first, stock=again.stock)  # those of an earlier start are none of these steps
     assert [again.stock[kind] - longer for kind, longer in first.stock.items()] == pytest.approx([2, 2])  # microbatches
     assert resumed == first  # under a map from its first step on
-
-
-def test_the_times_of_another_card_or_backend_are_not_taken(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    own(run, FakeClock()).measure()
-    table = TimingTable.load(run / TIMINGS)
-    for other in (replace(table, device="NVIDIA H200"), replace(table, backend="hopper")):
-        (run / TIMINGS).write_text(other.to_json())
-        assert own(run).known() is None
 
 
 def test_a_damaged_file_is_named_and_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

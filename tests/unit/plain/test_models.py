@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_plain_loop import Training, example, load
-from torch.utils.checkpoint import checkpoint
+from test_plain_loop import load
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_megatron.plain import PlainSnip, convert
@@ -71,6 +70,7 @@ def test_llama_has_seven_linears_a_block(usual: tuple[PlainSnip, list[float]]) -
 
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "tied"])
 def test_activation_checkpointing_changes_no_statistic(way: str, usual: tuple[PlainSnip, list[float]]) -> None:
+    """The hooks of a block run inside of its checkpoint, and once more in the backward."""
     model = llama(tie_word_embeddings=way == "tied")
     reference = train(copy.deepcopy(model)) if way == "tied" else usual
     model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
@@ -78,33 +78,6 @@ def test_activation_checkpointing_changes_no_statistic(way: str, usual: tuple[Pl
     assert losses == reference[1]
     for name, column in snip.table.arrays.items():
         np.testing.assert_allclose(column, reference[0].table.arrays[name], rtol=1e-6, atol=1e-12, err_msg=name)
-
-
-class Recomputed(example.Model):
-    """A model whose blocks are called in a checkpoint, so that their hooks run once more in the backward."""
-
-    reentrant = False
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.positions.weight
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        found: torch.Tensor = self.head(self.norm(x))
-        return found
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_hooks_inside_of_a_checkpoint_see_the_stream_once(reentrant: bool) -> None:
-    tables = []
-    for recomputed in (False, True):
-        training = Training()
-        if recomputed:
-            training.model.__class__, training.model.reentrant = Recomputed, reentrant
-        training.snip = convert(training.model, training.optimizer, first_update=2, estimator="noise")
-        training.run(range(3))
-        tables.append(training.snip.table.arrays)
-    for name, column in tables[0].items():
-        np.testing.assert_allclose(column, tables[1][name], rtol=1e-6, atol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
