@@ -7,10 +7,9 @@ ranks. Training waits for them only if a map that quantises is in force at its f
 
 from __future__ import annotations
 
-import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from snip_megatron.numerics.products.check import wrong_numbers
 from snip_megatron.numerics.products.hopper import NATIVE
 from snip_megatron.numerics.products.selection import launch_from_cpp
 from snip_megatron.numerics.quantize.kernels import has_kernels
-from snip_megatron.precision import Format, Formats, Gemm, PrecisionMap, option_id
+from snip_megatron.precision import Format, Formats, Gemm, option_id
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.runtime.agreement import agree_about_deepgemm
 from snip_megatron.runtime.config import SnipConfig
@@ -181,34 +180,25 @@ class WarmUp:
         return [tokens] if handle.expert is None else [tokens, tokens + 1]
 
     def _kinds(self) -> Iterator[tuple[LinearHandle, list[Formats]]]:
-        """Yield one linear of each shape, with the formats that all linears of this shape may get."""
+        """Yield one linear of each shape, with the formats that all linears of this shape may get.
+
+        They are those in force, and those that an update, a later phase or a replay may adopt.
+        """
+        config, alike = self.config, self.request.granularity == "layer"
+        candidates = [Format(name) for name in config.formats]
+        pinned = pinned_formats(self.registry.names, self.request.pins)
+        maps = [] if config.replay is None else replayed_maps(config.replay).values()
         kinds: dict[tuple[object, ...], tuple[LinearHandle, dict[Formats, None]]] = {}
         for handle in self.registry:
-            expert, weight = handle.expert is not None, tuple(handle.weight.shape)
-            key = weight, handle.parallel, expert, handle.state.beside_swiglu
+            key = tuple(handle.weight.shape), handle.parallel, handle.expert is None, handle.state.beside_swiglu
             _, formats = kinds.setdefault(key, (handle, {}))
-            formats |= dict.fromkeys(self._formats(handle))
+            formats |= dict.fromkeys([handle.formats, *(each.formats_of(handle.name) for each in maps)])
+            if config.updates or config.late:
+                fprop, dgrad, wgrad = (
+                    [pinned[option]] if option in pinned else [fmt for fmt in candidates if gemm in fmt.gemms]
+                    for gemm in Gemm
+                    for option in [option_id(handle.name, gemm)]
+                )
+                formats |= dict.fromkeys(covering((fprop, dgrad, wgrad), alike=alike))
         for handle, formats in kinds.values():
             yield handle, list(formats)
-
-    def _formats(self, handle: LinearHandle) -> Iterable[Formats]:
-        """Yield the formats in force, and those that an update, a later phase or a replay may adopt."""
-        yield handle.formats
-        for replayed in self._replayed:
-            yield replayed.formats_of(handle.name)
-        if not self.config.updates and not self.config.late:
-            return
-        candidates, pinned = [Format(name) for name in self.config.formats], self._pinned
-        fprop, dgrad, wgrad = (
-            pinned.get(option_id(handle.name, gemm), [fmt for fmt in candidates if gemm in fmt.gemms]) for gemm in Gemm
-        )
-        yield from covering((fprop, dgrad, wgrad), alike=self.request.granularity == "layer")
-
-    @functools.cached_property
-    def _replayed(self) -> list[PrecisionMap]:
-        return [] if self.config.replay is None else list(replayed_maps(self.config.replay).values())
-
-    @functools.cached_property
-    def _pinned(self) -> dict[str, list[Format]]:
-        pinned = pinned_formats(self.registry.names, self.request.pins)
-        return {option: [fmt] for option, fmt in pinned.items()}

@@ -45,9 +45,18 @@ def without_clock(plan: str) -> list[str]:
     return [re.sub(r": (optimal|feasible) in .*|solver [\d.]+ s", "", line) for line in plan.splitlines()]
 
 
-def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "head"),
+    [
+        ("70b", 129_024, "Llama 3 70B: llama-70b\nllama-70b: 70.57 B parameters, 80 blocks\nTP 8 × PP 4 × DP 2 = 64"),
+        ("3b", 32_000, "OpenLLaMA 3B: llama-3b\nllama-3b: 3.43 B parameters, 26 blocks\nTP 1 × PP 1 × DP 8 = 8"),
+    ],
+)
+def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(
+    name: str, vocabulary: int, head: str, tmp_path: Path
+) -> None:
     """Its linears are those of the table of known models. The loggers of the training stay closed."""
-    wanted = ("70b", "--cpu", "--data", "mock", "--save", "/nowhere/c", "--check")
+    wanted = (name, "--cpu", "--data", "mock", "--save", "/nowhere/c", "--check")
     logged = (
         "--wandb-project",
         "p",
@@ -60,12 +69,10 @@ def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(tmp_path:
     )
     expected = snip("launch", *wanted, "--megatron", *logged).stdout
     assert list(tmp_path.iterdir()) == []
-    assert expected.startswith(
-        "Llama 3 70B: llama-70b\nllama-70b: 70.57 B parameters, 80 blocks\nTP 8 × PP 4 × DP 2 = 64"
-    )
-    job = make_job("70b", data="mock", save=Path("/nowhere/c"))
+    assert expected.startswith(head)
+    job = make_job(name, data="mock", save=Path("/nowhere/c"))
     layout = replace(job.layout, gradient_accumulation_fusion=False)
-    layout = replace(layout, model=replace(layout.model, vocabulary=129_024))  # as Megatron pads it
+    layout = replace(layout, model=replace(layout.model, vocabulary=vocabulary))  # as Megatron pads it
     table = load_cost_model("h200")
     known = render(make_plan(StepModel(layout, table), parse_config({}, table, ends=True)))
     assert "by gemm: the fastest uniform map, because" in known

@@ -30,11 +30,10 @@ from snip_megatron.megatron.compat.versions import changed, check_names
 check_names(
     core,
     *("_CudagraphGlobalRecord", "delete_cuda_graphs", "_apply_cudagraph_buffer_metadata", "CudagraphBufferMetadata"),
-    *("fwd_buffer_reuse_ref_count", "bwd_buffer_reuse_ref_count"),
+    *("fwd_buffer_reuse_ref_count", "bwd_buffer_reuse_ref_count", "alloc_tensor_from_graph_mempool"),
 )
 _RECORD: Any = core._CudagraphGlobalRecord
 check_names(_RECORD, "cudagraph_created", "_create_cudagraphs", "_enable_saved_tensors_observer")
-check_names(core, "alloc_tensor_from_graph_mempool")
 check_names(core.CudaGraphManager, "global_mempool")
 check_names(
     core.TECudaGraphHelper,
@@ -111,10 +110,7 @@ def _run_eagerly(manager: Any, module: torch.nn.Module, args: Any, kwargs: Any, 
 def schedule_without_graph(forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
     """Return Megatron's schedule without the wrapper that captures and replays it as a whole."""
     schedule: Any = forward_backward_func
-    inner: Callable[..., Any] = (
-        schedule.forward_backward_func if isinstance(schedule, FullCudaGraphWrapper) else schedule
-    )
-    return inner
+    return schedule.forward_backward_func if isinstance(schedule, FullCudaGraphWrapper) else schedule  # type: ignore[no-any-return]
 
 
 class RecaptureError(Exception):
@@ -353,10 +349,15 @@ class TransformerEngineGraphs(Graphs):
         """
         replay = owner._te_cuda_graph_replay
 
+        def report(experts: Any) -> None:
+            for linear in (experts.linear_fc2, experts.linear_fc1):
+                if linear.on_wgrad_complete is not None:
+                    linear.on_wgrad_complete()
+
         def reporting(layer: Any, *args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
             if id(layer) in self._whole and hidden.requires_grad:
-                hidden.register_hook(lambda _: _report(layer.mlp.experts))
+                hidden.register_hook(lambda _: report(layer.mlp.experts))
             return replay(layer, *args, **kwargs)
 
         return reporting
@@ -387,12 +388,6 @@ class TransformerEngineGraphs(Graphs):
         if gathering:
             helper.cuda_graph_set_manual_hooks()
         self.seconds = before + time.perf_counter() - started
-
-
-def _report(experts: Any) -> None:
-    for linear in (experts.linear_fc2, experts.linear_fc1):
-        if linear.on_wgrad_complete is not None:
-            linear.on_wgrad_complete()
 
 
 def _captured_parts(layer: Any) -> Iterator[torch.nn.Module]:

@@ -35,27 +35,12 @@ def parse_arguments(
 ) -> argparse.Namespace:
     """Parse and validate Megatron's arguments from ``sys.argv``. Raises SnipError with Megatron's message.
 
-    ``check`` gets the parsed arguments before Megatron validates and prints them. What it raises is raised as it is.
+    ``check`` gets the parsed arguments before Megatron validates and prints them.
     """
-    failures: list[Exception] = []
-
-    def checked(args: argparse.Namespace) -> None:
-        try:
-            if check is not None:
-                check(args)
-        except Exception as error:
-            failures.append(error)
-            raise
-
-    try:
-        with _refusals():
-            args: argparse.Namespace = arguments.parse_and_validate_args(
-                lambda parser: let_snip_choose(provide_arguments(parser), checked)
-            )
-    except SnipError:
-        if failures:
-            raise failures[0] from None
-        raise
+    with _refusals():
+        args: argparse.Namespace = arguments.parse_and_validate_args(
+            lambda parser: let_snip_choose(provide_arguments(parser), check)
+        )
     return args
 
 
