@@ -26,6 +26,12 @@ DENSE: dict[str, Any] = {
 }
 
 
+class Ignored:
+    """A recorder that keeps nothing."""
+
+    def on_backward(self, *tensors: torch.Tensor) -> None: ...
+
+
 @contextlib.contextmanager
 def seeming_cuda() -> Iterator[None]:
     """Let modules be built that ask for a device."""

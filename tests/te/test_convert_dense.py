@@ -9,7 +9,7 @@ pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engi
 
 import transformer_engine.pytorch as te
 from megatron.core.models.gpt.gpt_model import GPTModel
-from te_models import dense, seeming_cuda
+from te_models import Ignored, dense, seeming_cuda
 from torch.nn import functional
 
 from snip_megatron.layers import LinearRegistry
@@ -108,12 +108,6 @@ def test_norm_and_linear_are_those_of_torch(normalization: str, zero_centered: b
     wanted = [own, *(p for p in linear.parameters() if p is not bias)]
     for mine, theirs in zip(found, torch.autograd.grad(expected.square().sum(), wanted), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-
-
-class Ignored:
-    """A recorder that keeps nothing."""
-
-    def on_backward(self, *tensors: torch.Tensor) -> None: ...
 
 
 @pytest.mark.parametrize(("of_ddp", "wgrad"), [(False, Format.FP8), (True, Format.FP8), (True, Format.BF16)])

@@ -12,19 +12,18 @@ pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engi
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from te_models import dense, seeming_cuda
+from te_models import Ignored, dense, seeming_cuda
 from torch import Tensor
 from torch.nn import functional
 
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.megatron import convert_model, te_linears
 from snip_megatron.megatron.compat import report_expert_gradients
-from snip_megatron.numerics.products.hopper import HopperBackend
 from snip_megatron.numerics.quantize import operands, swiglu
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
 from tests.unit.numerics.products import emulated_grouped
-from tests.unit.numerics.products.emulated_cublaslt import EmulatedCublasLt
+from tests.unit.numerics.products.products import hopper
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
@@ -88,10 +87,6 @@ def mlp(experts: Any, x: Tensor, splits: list[int], probs: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-class Ignored:
-    def on_backward(self, *tensors: Tensor) -> None: ...
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_experts_are_those_of_torch(bias: bool) -> None:
     """A probe runs all GEMMs unquantised by SNIP's own code; parameters and gradients are FP32."""
@@ -149,9 +144,7 @@ def test_rows_are_padded_once_an_mlp(backwards: bool, fused: bool) -> None:
     for handle in registry:  # the fastest formats of experts; wgrad in fp8 runs expert by expert
         handle.state.formats = (Format.FP8, Format.FP8, Format.BF16 if fused else Format.FP8)
     experts, activations = chunk.decoder.layers[0].mlp.experts, Noting()
-    registry.context.backend = HopperBackend(
-        operands, EmulatedCublasLt(), activations=activations, groups=emulated_grouped
-    )
+    registry.context.backend = hopper(activations=activations, groups=emulated_grouped)
     in_memory(experts, backwards=backwards)
     splits = [5, 0, 130, 3]
     x, probs = torch.randn(138, 128).bfloat16().requires_grad_(), torch.rand(138, requires_grad=True)
@@ -182,9 +175,7 @@ def test_weights_are_quantised_while_the_host_would_wait_for_numbers_of_rows() -
             seen.append("weights")
             return operands.quantize_group_blocks(w, spec, cached)
 
-    registry.context.backend = HopperBackend(
-        Quantizers, EmulatedCublasLt(), activations=swiglu, groups=emulated_grouped
-    )
+    registry.context.backend = hopper(Quantizers, activations=swiglu, groups=emulated_grouped)
     in_memory(layer.experts, backwards=True)
     x, probs, routes = torch.randn(64, 128).bfloat16(), torch.rand(64, 4), torch.rand(64, 4) < 0.5
     layer.token_dispatcher.routing_map = routes

@@ -24,12 +24,11 @@ from snip_megatron.megatron import convert_model
 from snip_megatron.megatron.compat import report_expert_gradients
 from snip_megatron.megatron.compat.graphs import let_graphs_hold_experts
 from snip_megatron.megatron.graphs import GraphedRun
-from snip_megatron.numerics.products.hopper import HopperBackend
-from snip_megatron.numerics.quantize import operands, swiglu
+from snip_megatron.numerics.quantize import swiglu
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
 from tests.unit.numerics.products import emulated_grouped
-from tests.unit.numerics.products.emulated_cublaslt import EmulatedCublasLt
+from tests.unit.numerics.products.products import hopper
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 PARTS = [CudaGraphModule.attn, CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]
@@ -83,9 +82,7 @@ class Run:
         self.graphs.attach(self.registry, [self.ddp])
         helper = SimpleNamespace(flattened_callables=self.layers, graphs_created=lambda: False)
         self.graphs._graphs._helper = helper  # type: ignore[union-attr]
-        self.registry.context.backend = HopperBackend(
-            operands, EmulatedCublasLt(), activations=swiglu, groups=emulated_grouped
-        )
+        self.registry.context.backend = hopper(activations=swiglu, groups=emulated_grouped)
 
     def _started(self, **_: Any) -> None:
         self.started += 1

@@ -87,17 +87,6 @@ def test_quantizers_are_those_of_the_map_and_of_the_next_one() -> None:
     assert not module._fp8_workspaces
 
 
-def test_probes_run_the_code_of_probes() -> None:
-    chunk = dense()
-    registry = convert_model([chunk], SnipConfig(enabled=True))
-    registry.context.use_te_recipe = True
-    registry.adopt(PrecisionMap.uniform(registry.names, Format.FP8))
-    handle = registry[registry.names[0]]
-    assert handle.runs_recipe
-    registry.context.probing = True
-    assert not handle.runs_recipe
-
-
 def test_a_machine_without_the_cards_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = dense()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

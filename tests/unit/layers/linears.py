@@ -19,9 +19,7 @@ FC1 = LinearId("decoder", 2, "mlp.linear_fc1")
 FC1_INDEX = 2 * 4 + 2  # layer 2, the third of a layer's four linears
 
 
-def stock_linear(
-    group: dist.ProcessGroup, n: int, k: int, *, row: bool = False, bias: bool = False, dtype: torch.dtype
-) -> Any:
+def stock_linear(n: int, k: int, *, row: bool = False, bias: bool = False, dtype: torch.dtype) -> Any:
     """Megatron's own linear with weights from a fixed seed, weight [n, k]."""
     torch.manual_seed(0)
     config = TransformerConfig(
@@ -31,7 +29,7 @@ def stock_linear(
         "config": config,
         "init_method": lambda w: torch.nn.init.normal_(w, std=k**-0.5),
         "bias": bias,
-        "tp_group": group,
+        "tp_group": dist.group.WORLD,
     }
     if row:
         linear = RowParallelLinear(k, n, input_is_parallel=True, skip_bias_add=False, **shared)
@@ -53,9 +51,9 @@ def convert(linear: Any, context: StepContext, formats: Formats) -> LinearHandle
     return handle
 
 
-def our_linear(group: dist.ProcessGroup, context: StepContext, formats: Formats, n: int, k: int, **options: Any) -> Any:
+def our_linear(context: StepContext, formats: Formats, n: int, k: int, **options: Any) -> Any:
     """A linear that was made ours. Its ``snip`` is its handle."""
-    linear = stock_linear(group, n, k, **options)
+    linear = stock_linear(n, k, **options)
     convert(linear, context, formats)
     return linear
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from handles import handle_of
 from linears import FC1, convert, operands, our_linear, passed, reference, stock_linear
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +17,7 @@ from snip_megatron.precision import ALL_BF16, Format, Formats
 from snip_megatron.precision.errors import SnipError
 from tests.unit.numerics.products.products import hopper
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 ONE_GEMM: list[Formats] = [
     formats for fmt in (FP8, FP4) for formats in ((fmt, BF16, BF16), (BF16, fmt, BF16), (BF16, BF16, fmt))
@@ -50,10 +50,10 @@ def with_main_grad(linear: Any, *, zero_out: bool = False) -> torch.Tensor:
 # -- numbers ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("row", [False, True], ids=["column", "row"])
 @pytest.mark.parametrize("formats", ONE_GEMM + MIXED + SAME, ids=name)
-def test_output_and_gradients(group: dist.ProcessGroup, context: StepContext, formats: Formats, row: bool) -> None:
+def test_output_and_gradients(context: StepContext, formats: Formats, row: bool) -> None:
     """FP32 tensors: nothing but FP32 summation stands between our GEMMs and the float64 composition."""
     s, b, n, k = ODD
-    linear = our_linear(group, context, formats, n, k, row=row, dtype=torch.float32)
+    linear = our_linear(context, formats, n, k, row=row, dtype=torch.float32)
     main_grad = with_main_grad(linear)
     x, g, y = passed(linear, s, b)
     expected_y, expected_d, expected_gw = reference(x, linear.weight, g, formats, context)
@@ -65,12 +65,10 @@ def test_output_and_gradients(group: dist.ProcessGroup, context: StepContext, fo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("row", [False, True], ids=["column", "row"])
-def test_all_bf16_is_megatron_s_own_linear_bitwise(
-    group: dist.ProcessGroup, context: StepContext, row: bool, dtype: torch.dtype
-) -> None:
+def test_all_bf16_is_megatron_s_own_linear_bitwise(context: StepContext, row: bool, dtype: torch.dtype) -> None:
     results = []
     for converted in (False, True):
-        linear = stock_linear(group, 96, 64, row=row, dtype=dtype)
+        linear = stock_linear(96, 64, row=row, dtype=dtype)
         if converted:
             assert convert(linear, context, ALL_BF16).is_stock
         x, _, y = passed(linear, 16, 2)
@@ -79,9 +77,9 @@ def test_all_bf16_is_megatron_s_own_linear_bitwise(
         assert torch.equal(stock, ours)
 
 
-def test_bias(group: dist.ProcessGroup, context: StepContext) -> None:
+def test_bias(context: StepContext) -> None:
     s, b, n, k = ODD
-    linear = our_linear(group, context, (FP4, FP4, FP4), n, k, bias=True, dtype=torch.float32)
+    linear = our_linear(context, (FP4, FP4, FP4), n, k, bias=True, dtype=torch.float32)
     x, g, y = passed(linear, s, b)
     expected, _, _ = reference(x, linear.weight, g, (FP4, FP4, FP4), context)
     assert decibel(expected + linear.bias.double(), y) > 120
@@ -99,12 +97,12 @@ def test_the_output_has_the_leading_dimensions_of_the_input(context: StepContext
     assert x.grad.shape == shape
 
 
-def test_the_output_may_be_changed_in_place(group: dist.ProcessGroup, context: StepContext) -> None:
+def test_the_output_may_be_changed_in_place(context: StepContext) -> None:
     """Megatron adds the bias of an expert to it so."""
     x, g = operands(16, 2, 96, 64, torch.float32)
     gradients = []
     for change in (lambda y: y * 2, lambda y: y.mul_(2)):
-        linear = our_linear(group, context, (FP8, FP8, FP8), 96, 64, row=True, dtype=torch.float32)
+        linear = our_linear(context, (FP8, FP8, FP8), 96, 64, row=True, dtype=torch.float32)
         own = x.detach().requires_grad_()
         change(linear._forward_impl(input=own, weight=linear.weight)).backward(g)
         gradients.append((own.grad, linear.weight.grad))
@@ -112,11 +110,9 @@ def test_the_output_may_be_changed_in_place(group: dist.ProcessGroup, context: S
         assert torch.equal(expected, found)
 
 
-def test_a_weight_that_is_changed_before_the_backward_is_refused(
-    group: dist.ProcessGroup, context: StepContext
-) -> None:
+def test_a_weight_that_is_changed_before_the_backward_is_refused(context: StepContext) -> None:
     """As by torch, whose linears save their weight."""
-    linear = our_linear(group, context, (FP8, FP8, FP8), 96, 64, dtype=torch.float32)
+    linear = our_linear(context, (FP8, FP8, FP8), 96, 64, dtype=torch.float32)
     x, g = operands(16, 2, 96, 64, torch.float32)
     y, _ = linear(x)
     with torch.no_grad():
@@ -126,9 +122,9 @@ def test_a_weight_that_is_changed_before_the_backward_is_refused(
 
 
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP8, BF16, BF16)], ids=name)
-def test_second_derivatives_are_refused(group: dist.ProcessGroup, context: StepContext, formats: Formats) -> None:
+def test_second_derivatives_are_refused(context: StepContext, formats: Formats) -> None:
     """Rounding has no derivative; without a refusal, some or all terms would be missing."""
-    linear = our_linear(group, context, formats, 96, 64, dtype=torch.float32)
+    linear = our_linear(context, formats, 96, 64, dtype=torch.float32)
     x, g = operands(16, 2, 96, 64, torch.float32)
     y, _ = linear(x)
     with pytest.raises(SnipError, match="linear_fc1: create_graph=True is not supported"):
@@ -136,11 +132,9 @@ def test_second_derivatives_are_refused(group: dist.ProcessGroup, context: StepC
 
 
 # -- gradients of weights --------------------------------------------------------------------------------------
-def test_main_grad_accumulates_over_microbatches_with_fresh_draws(
-    group: dist.ProcessGroup, context: StepContext
-) -> None:
+def test_main_grad_accumulates_over_microbatches_with_fresh_draws(context: StepContext) -> None:
     formats: Formats = (BF16, BF16, FP4)
-    linear = our_linear(group, context, formats, 128, 128, dtype=torch.bfloat16)
+    linear = our_linear(context, formats, 128, 128, dtype=torch.bfloat16)
     main_grad = with_main_grad(linear)
     context.dp_size, context.dp_rank = 3, 2
     expected = torch.zeros(128, 128, dtype=torch.float64)
@@ -153,9 +147,9 @@ def test_main_grad_accumulates_over_microbatches_with_fresh_draws(
 
 
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP8, FP8, BF16)], ids=name)
-def test_the_protocol_with_ddp(group: dist.ProcessGroup, context: StepContext, formats: Formats) -> None:
+def test_the_protocol_with_ddp(context: StepContext, formats: Formats) -> None:
     """DDP asserts a gradient under overlap_grad_reduce and must not add it once more."""
-    linear = our_linear(group, context, formats, 64, 96, dtype=torch.bfloat16)
+    linear = our_linear(context, formats, 64, 96, dtype=torch.bfloat16)
     with_main_grad(linear)
     passed(linear, 16, 2)
     assert linear.weight.grad_added_to_main_grad is True
@@ -174,9 +168,9 @@ def test_the_protocol_with_ddp(group: dist.ProcessGroup, context: StepContext, f
     assert linear.weight.grad is None
 
 
-def test_without_main_grad_autograd_gets_the_gradient(group: dist.ProcessGroup, context: StepContext) -> None:
+def test_without_main_grad_autograd_gets_the_gradient(context: StepContext) -> None:
     s, b, n, k = ODD
-    linear = our_linear(group, context, (FP4, FP4, FP4), n, k, dtype=torch.bfloat16)
+    linear = our_linear(context, (FP4, FP4, FP4), n, k, dtype=torch.bfloat16)
     x, g, _ = passed(linear, s, b)
     expected = reference(x, linear.weight, g, (FP4, FP4, FP4), context)[2]
     assert linear.weight.grad.dtype == torch.bfloat16
@@ -184,9 +178,9 @@ def test_without_main_grad_autograd_gets_the_gradient(group: dist.ProcessGroup, 
 
 
 # -- one map a step --------------------------------------------------------------------------------------------
-def test_the_backward_uses_the_formats_of_its_forward(group: dist.ProcessGroup, context: StepContext) -> None:
+def test_the_backward_uses_the_formats_of_its_forward(context: StepContext) -> None:
     s, b, n, k = ODD
-    linear = our_linear(group, context, (FP8, FP4, FP8), n, k, dtype=torch.float32)
+    linear = our_linear(context, (FP8, FP4, FP8), n, k, dtype=torch.float32)
     main_grad = with_main_grad(linear)
     x, g = operands(s, b, n, k, torch.float32)
     y, _ = linear(x)
@@ -199,14 +193,12 @@ def test_the_backward_uses_the_formats_of_its_forward(group: dist.ProcessGroup, 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("formats", [(FP4, FP4, FP4), (FP8, FP4, FP8), ALL_BF16], ids=name)
-def test_recomputation_gives_the_same_bits(
-    group: dist.ProcessGroup, context: StepContext, formats: Formats, reentrant: bool
-) -> None:
+def test_recomputation_gives_the_same_bits(context: StepContext, formats: Formats, reentrant: bool) -> None:
     """The forward runs twice, the draws of stochastic rounding stay those of the microbatch."""
     s, b, n, k = 32, 2, 128, 128
     results = []
     for recompute in (False, True):
-        linear = our_linear(group, context, formats, n, k, dtype=torch.bfloat16)
+        linear = our_linear(context, formats, n, k, dtype=torch.bfloat16)
         main_grad = with_main_grad(linear)
         outputs = []
         for microbatch in range(2):
@@ -224,12 +216,12 @@ def test_recomputation_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP8, FP4, FP8), (Format.FP8_TENSOR,) * 3], ids=name)
-def test_saved_tensors_may_come_back_in_rows(group: dist.ProcessGroup, context: StepContext, formats: Formats) -> None:
+def test_saved_tensors_may_come_back_in_rows(context: StepContext, formats: Formats) -> None:
     """Offloading of activations brings a saved tensor back contiguous. Scales of tiles are read in columns."""
     context.backend = hopper()
     gradients = []
     for offloaded in (False, True):
-        linear = our_linear(group, context, formats, 256, 384, dtype=torch.bfloat16)
+        linear = our_linear(context, formats, 256, 384, dtype=torch.bfloat16)
         with_main_grad(linear)
         torch.manual_seed(1)
         x = (torch.randn(128, 2, 384) * torch.logspace(-2, 2, 384)).bfloat16().requires_grad_()
@@ -242,14 +234,14 @@ def test_saved_tensors_may_come_back_in_rows(group: dist.ProcessGroup, context: 
         assert torch.equal(kept, moved)
 
 
-def test_draws_depend_on_seed_step_microbatch_rank_and_gemm(group: dist.ProcessGroup) -> None:
+def test_draws_depend_on_seed_step_microbatch_rank_and_gemm() -> None:
     s, b, n, k = 32, 2, 128, 128
     x, g = operands(s, b, n, k, torch.float32)
 
     def gradients(**fields: int) -> tuple[torch.Tensor, ...]:
         backwards = fields.pop("backwards", 0)
         context = StepContext(**{"step": 5, "seed": 77, **fields})
-        linear = our_linear(group, context, (FP4, FP4, FP4), n, k, dtype=torch.float32)
+        linear = our_linear(context, (FP4, FP4, FP4), n, k, dtype=torch.float32)
         linear.snip.state.backwards = backwards
         x.grad = None
         linear(x)[0].backward(g)
@@ -281,9 +273,9 @@ class Seen:
         self.calls.append(tensors)
 
 
-def test_validation_in_bf16(group: dist.ProcessGroup, context: StepContext) -> None:
-    stock = stock_linear(group, 96, 64, dtype=torch.bfloat16)
-    linear = our_linear(group, context, (FP4, FP4, FP4), 96, 64, dtype=torch.bfloat16)
+def test_validation_in_bf16(context: StepContext) -> None:
+    stock = stock_linear(96, 64, dtype=torch.bfloat16)
+    linear = our_linear(context, (FP4, FP4, FP4), 96, 64, dtype=torch.bfloat16)
     x, _ = operands(8, 2, 96, 64, torch.bfloat16)
     linear.eval()
     with torch.no_grad():
@@ -293,22 +285,18 @@ def test_validation_in_bf16(group: dist.ProcessGroup, context: StepContext) -> N
     assert not torch.equal(linear(x)[0], stock(x)[0])  # a training forward keeps its map
 
 
-def test_a_training_forward_that_is_recomputed_keeps_its_map_beside_validation_in_bf16(
-    group: dist.ProcessGroup, context: StepContext
-) -> None:
+def test_a_training_forward_that_is_recomputed_keeps_its_map_beside_validation_in_bf16(context: StepContext) -> None:
     """Under recomputation, the first forward of a training step has no gradients, like that of a validation."""
-    linear = our_linear(group, context, (FP4, FP4, FP4), 96, 64, dtype=torch.bfloat16)
+    linear = our_linear(context, (FP4, FP4, FP4), 96, 64, dtype=torch.bfloat16)
     x, _ = operands(8, 2, 96, 64, torch.bfloat16)
     wanted = linear(x)[0]
     context.bf16_eval = True
     assert torch.equal(checkpoint(linear, x, use_reentrant=True)[0], wanted)
 
 
-def test_a_probe_runs_in_bf16_and_shows_its_recorder_the_operands(
-    group: dist.ProcessGroup, context: StepContext
-) -> None:
+def test_a_probe_runs_in_bf16_and_shows_its_recorder_the_operands(context: StepContext) -> None:
     s, b, n, k = ODD
-    linear = our_linear(group, context, (FP4, FP4, FP4), n, k, dtype=torch.float32)
+    linear = our_linear(context, (FP4, FP4, FP4), n, k, dtype=torch.float32)
     main_grad = with_main_grad(linear)
     context.probing = True
     assert linear.snip.is_stock
@@ -332,10 +320,8 @@ def test_a_probe_runs_in_bf16_and_shows_its_recorder_the_operands(
 @pytest.mark.parametrize(
     "argument", [{"grad_output_buffer": []}, {"wgrad_deferral_limit": 2}, {"gtp_remat_size": 4}, {"new_in_2027": True}]
 )
-def test_what_the_quantised_path_does_not_implement_is_refused(
-    group: dist.ProcessGroup, context: StepContext, argument: dict[str, Any]
-) -> None:
-    linear = our_linear(group, context, (FP8, FP8, FP8), 96, 64, dtype=torch.bfloat16)
+def test_what_the_quantised_path_does_not_implement_is_refused(context: StepContext, argument: dict[str, Any]) -> None:
+    linear = our_linear(context, (FP8, FP8, FP8), 96, 64, dtype=torch.bfloat16)
     x, _ = operands(8, 2, 96, 64, torch.bfloat16)
     with pytest.raises(SnipError, match=f"{FC1}.*{next(iter(argument))}"):
         linear._forward_impl(input=x, weight=linear.weight, **argument)

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from linears import convert, operands, passed, stock_linear
 
 from snip_megatron.layers.context import Override, StepContext
@@ -13,14 +12,15 @@ from snip_megatron.numerics.products.check import decibel
 from snip_megatron.precision import Format, Formats, LinearRow
 from tests.unit.numerics.products.products import BACKENDS, hopper
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 FORMATS: list[Formats] = [(FP8, FP4, FP8), (TENSOR, TENSOR, FP4), (BF16, FP4, BF16),
                           (Format.NVFP4_46, Format.NVFP4, Format.NVFP4_HADAMARD)]  # fmt: skip
 HOPPER = hopper()
 
 
-def registered(group: dist.ProcessGroup, backend: Any, formats: Formats, *, device: bool) -> tuple[Any, LinearRegistry]:
-    linear = stock_linear(group, 128, 256, dtype=torch.bfloat16)
+def registered(backend: Any, formats: Formats, *, device: bool) -> tuple[Any, LinearRegistry]:
+    linear = stock_linear(128, 256, dtype=torch.bfloat16)
     context = StepContext(backend=backend, seed=5, dp_rank=1, dp_size=3)
     handle = convert(linear, context, formats)
     registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in [handle.name]], context)
@@ -53,17 +53,17 @@ def train(linear: Any, registry: LinearRegistry, steps: int = 3, microbatches: i
 
 @pytest.mark.parametrize("kind", ["reference", "hopper", "emulated"])
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda f: "-".join(each.value for each in f))
-def test_results_are_those_without_it(group: dist.ProcessGroup, formats: Formats, kind: str) -> None:
+def test_results_are_those_without_it(formats: Formats, kind: str) -> None:
     results = []
     for device in (False, True):
         backend = BACKENDS[kind]()
-        results.append(train(*registered(group, backend, formats, device=device)))
+        results.append(train(*registered(backend, formats, device=device)))
     assert all(decibel(plain, read) > 60 for plain, read in zip(*results, strict=True))
     assert not torch.equal(results[0][-1], results[0][-1 - len(results[0]) // 3])  # the weight moves
 
 
-def test_passes_that_are_not_training_leave_keys_and_weights_alone(group: dist.ProcessGroup) -> None:
-    linear, registry = registered(group, HOPPER, (FP4, FP4, FP4), device=True)
+def test_passes_that_are_not_training_leave_keys_and_weights_alone() -> None:
+    linear, registry = registered(HOPPER, (FP4, FP4, FP4), device=True)
     train(linear, registry, steps=1)
     sides, values = (
         linear.snip.state.graphed.weight.operands,
@@ -82,13 +82,13 @@ def test_passes_that_are_not_training_leave_keys_and_weights_alone(group: dist.P
         assert torch.equal(found, expected)
 
 
-def test_a_validation_sees_the_weights_that_a_step_left(group: dist.ProcessGroup) -> None:
-    linear, registry = registered(group, HOPPER, (FP8, FP8, FP8), device=True)
+def test_a_validation_sees_the_weights_that_a_step_left() -> None:
+    linear, registry = registered(HOPPER, (FP8, FP8, FP8), device=True)
     train(linear, registry, steps=1)
     x, _ = operands(32, 2, 128, 256, torch.bfloat16)
     with torch.no_grad():
         found = linear(x)[0]
-    fresh, other = registered(group, HOPPER, (FP8, FP8, FP8), device=False)
+    fresh, other = registered(HOPPER, (FP8, FP8, FP8), device=False)
     fresh.weight.data.copy_(linear.weight.data)
     other.start_step(1)
     with torch.no_grad():

@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from linears import convert, operands, reference, stock_linear
 
 from snip_megatron.layers.context import LinearHandle, Override, StepContext
 from snip_megatron.numerics.products.host_recipe import HostRecipe, RecipeGemms
 from snip_megatron.precision import ALL_BF16, Format
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 N, K, S, B = 192, 160, 40, 2
 FP4 = (Format.FP4, Format.FP4, Format.FP4)
 
 
-def linear(group: dist.ProcessGroup, dtype: torch.dtype, context: StepContext) -> LinearHandle:
-    handle = convert(stock_linear(group, N, K, dtype=dtype), context, ALL_BF16)
+def linear(dtype: torch.dtype, context: StepContext) -> LinearHandle:
+    handle = convert(stock_linear(N, K, dtype=dtype), context, ALL_BF16)
     handle.weight.main_grad = torch.zeros(N, K)  # type: ignore[attr-defined]
     return handle
 
@@ -33,9 +33,9 @@ def passed(handle: LinearHandle, forced: Override | None, x: torch.Tensor, g: to
     return [y.detach(), x.grad, handle.weight.main_grad.clone()]  # type: ignore[operator]
 
 
-def test_a_forced_format_is_the_map_s_and_draws_the_bits_of_its_microbatch(group: dist.ProcessGroup) -> None:
+def test_a_forced_format_is_the_map_s_and_draws_the_bits_of_its_microbatch() -> None:
     context = StepContext(step=3, seed=5, dp_rank=1, dp_size=2)
-    handle = linear(group, torch.float32, context)
+    handle = linear(torch.float32, context)
     x, g = operands(S, B, N, K, torch.float32)
     for microbatch in (0, 2):
         found = passed(handle, Override(FP4, microbatch), x, g)
@@ -46,9 +46,9 @@ def test_a_forced_format_is_the_map_s_and_draws_the_bits_of_its_microbatch(group
     assert not torch.equal(*draws)
 
 
-def test_nothing_forced_is_the_plain_linear_with_wgrad_in_fp32(group: dist.ProcessGroup) -> None:
+def test_nothing_forced_is_the_plain_linear_with_wgrad_in_fp32() -> None:
     """A bf16 weight gradient would drown what is measured."""
-    handle = linear(group, torch.bfloat16, StepContext())
+    handle = linear(torch.bfloat16, StepContext())
     x, g = operands(S, B, N, K, torch.bfloat16)
     y, d, gw = passed(handle, Override(), x, g)
     flat_x, flat_g = x.detach().reshape(-1, K), g.reshape(-1, N)
@@ -59,8 +59,8 @@ def test_nothing_forced_is_the_plain_linear_with_wgrad_in_fp32(group: dist.Proce
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_first_order_term_is_that_of_the_forced_output(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    handle = linear(group, dtype, StepContext())
+def test_the_first_order_term_is_that_of_the_forced_output(dtype: torch.dtype) -> None:
+    handle = linear(dtype, StepContext())
     x, g = operands(S, B, N, K, dtype)
     found: list[torch.Tensor] = []
     plain = passed(handle, Override(compare=Format.FP4, report=found.append), x, g)
@@ -72,9 +72,9 @@ def test_the_first_order_term_is_that_of_the_forced_output(group: dist.ProcessGr
     torch.testing.assert_close(found[0], expected, rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=1e-12)
 
 
-def test_the_backend_of_a_pass_multiplies_in_it_alone(group: dist.ProcessGroup) -> None:
+def test_the_backend_of_a_pass_multiplies_in_it_alone() -> None:
     """Transformer Engine's recipe with gradients in E5M2, which no format of a map has."""
-    handle, recipe = linear(group, torch.bfloat16, StepContext()), HostRecipe("tensorwise", hybrid=True)
+    handle, recipe = linear(torch.bfloat16, StepContext()), HostRecipe("tensorwise", hybrid=True)
     x, g = operands(S, B, N, K, torch.bfloat16)
     formats = (Format.FP8_TENSOR,) * 3
     y, d, gw = passed(handle, Override(formats, backend=RecipeGemms(recipe)), x, g)

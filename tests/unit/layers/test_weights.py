@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from linears import convert, operands, our_linear, passed, stock_linear
 
 from snip_megatron.layers.context import StepContext
@@ -13,6 +12,7 @@ from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
 from snip_megatron.precision import Format, LinearRow, PrecisionMap
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 
 
@@ -28,8 +28,8 @@ class Counting(GemmBackend):
 
 
 @pytest.fixture
-def linear(group: dist.ProcessGroup) -> Any:
-    return stock_linear(group, 128, 128, dtype=torch.bfloat16)
+def linear() -> Any:
+    return stock_linear(128, 128, dtype=torch.bfloat16)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_validation_after_a_step_sees_new_weights(linear: Any, registry: Linea
     assert linear.weight._version == version
     registry.end_step()
     x, _ = operands(32, 1, 128, 128, torch.bfloat16)
-    fresh = our_linear(linear.tp_group, StepContext(), (FP8, FP8, FP8), 128, 128, dtype=torch.bfloat16)
+    fresh = our_linear(StepContext(), (FP8, FP8, FP8), 128, 128, dtype=torch.bfloat16)
     fresh.weight.data.copy_(linear.weight.data)
     with torch.no_grad():
         assert torch.equal(linear(x)[0], fresh(x)[0])

@@ -21,13 +21,12 @@ from snip_megatron.layers.swiglu import SwiGLU
 from snip_megatron.megatron import convert_model
 from snip_megatron.megatron.linears import SnipMLP, fuse_swiglu
 from snip_megatron.numerics.products.check import decibel
-from snip_megatron.numerics.products.hopper import HopperBackend
-from snip_megatron.numerics.quantize import operands, swiglu
+from snip_megatron.numerics.quantize import swiglu
 from snip_megatron.numerics.quantize.kernels import swiglu as kernels
 from snip_megatron.precision import Format, Formats, Gemm, PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
-from tests.unit.numerics.products.emulated_cublaslt import EmulatedCublasLt
+from tests.unit.numerics.products.products import hopper
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
@@ -97,7 +96,7 @@ def recomputed(mlp: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS = Counting()
-BACKEND = HopperBackend(operands, EmulatedCublasLt(), activations=ACTIVATIONS)
+BACKEND = hopper(activations=ACTIVATIONS)
 
 
 class Run:
