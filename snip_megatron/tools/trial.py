@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -298,53 +299,47 @@ def verdict(trial: Trial, chosen: Map) -> str:
             "Not judged: this machine has no GPU. Formats are emulated on it, and its times say nothing of a GPU; the"
             " job trains under --snip."
         )
-    assert bf16.ms is not None
-    assert snip.ms is not None
     if chosen.adopted > trial.steps - trial.steps // 3:
         return f"No verdict: the map was adopted at step {chosen.adopted} of {trial.steps} only: use more --steps."
     if set(chosen.formats) <= {"bf16"}:
         return "Not worth it: SNIP measured this job's GEMMs, and none is faster in another format than in bf16."
-    gain, over = bf16.ms / snip.ms, None if fp8.ms is None else fp8.ms / snip.ms
+    assert bf16.ms is not None
+    assert snip.ms is not None
+    gain = bf16.ms / snip.ms
+    if gain < SAME:
+        hint = "; if the GPU waits for its host, add --cuda-graph-impl transformer_engine --te-rng-tracker"
+        if any(word.startswith("--cuda-graph-impl") for word in bf16.arguments):
+            hint = ""
+        return f"Not worth it: a step under --snip is not faster than in bf16 ({gain:.2f} x){hint}."
     steps = "" if trial.job_steps is None else f" of {trial.job_steps:,} steps"
     hours = f"of 100 GPU hours of this job{steps} in bf16, {100 / gain:.0f} remain"
-    if over is not None and fp8.ms is not None:
-        hours += f" ({100 * fp8.ms / bf16.ms:.0f} in {fp8.name})"
-    if gain < SAME:
-        graphs = any(word.startswith("--cuda-graph-impl") for word in bf16.arguments)
-        hint = "; if the GPU waits for its host, add --cuda-graph-impl transformer_engine --te-rng-tracker"
-        hint = "" if graphs else hint
-        return f"Not worth it: a step under --snip is not faster than in bf16 ({gain:.2f} x){hint}."
-    if over is None:
+    if fp8.ms is None:
         why = fp8.skipped or "it failed"
         return f"Worth it: --snip is {gain:.2f} x as fast as bf16; {hours}. {fp8.name} was not compared: {why}."
-    both = f"{gain:.2f} x as fast as bf16 and {over:.2f} x as fast as {fp8.name}"
+    over = fp8.ms / snip.ms
+    hours += f" ({100 * fp8.ms / bf16.ms:.0f} in {fp8.name})"
+    both = f"--snip is {gain:.2f} x as fast as bf16 and {over:.2f} x as fast as {fp8.name}"
     if over >= SAME_AS_FP8:
-        return f"Worth it: --snip is {both}; {hours}."
+        return f"Worth it: {both}; {hours}."
     if over > 1 / SAME_AS_FP8:
-        return f"No faster than Megatron's own: --snip is {both}; {hours}."
-    return f"Not worth it: --snip is {both}, which is the faster one; {hours}."
+        return f"No faster than Megatron's own: {both}; {hours}."
+    return f"Not worth it: {both}, which is the faster one; {hours}."
 
 
 def table(trial: Trial, chosen: Map) -> str:
     """Return the table of a trial, with its notes."""
-    bf16 = trial.runs[0].ms
-    rows = [("", "step", "tokens/s", "x bf16", "loss", "memory")]
+    bf16, columns = trial.runs[0].ms, "{:26s}{:>12s}{:>12s}{:>8s}{:>10s}{:>11s}"
+    lines = [f"{trial.steps} steps on {_device(trial)}; medians of the last {trial.steps // 3}", ""]
+    lines.append(columns.format("", "step", "tokens/s", "x bf16", "loss", "memory"))
     for run in trial.runs:
         if run.ms is None or run.error:
-            rows.append(
-                (run.name, f"  not run: {run.skipped}" if run.skipped else f"  failed: {run.error}", "", "", "", "")
-            )
+            lines.append(f"{run.name:26s}  {f'not run: {run.skipped}' if run.skipped else f'failed: {run.error}'}")
             continue
         tokens = "" if trial.tokens is None else f"{1e3 * trial.tokens / run.ms:,.0f}"
         gain = "" if bf16 is None else f"{bf16 / run.ms:.2f}"
+        loss = "" if run.loss is None else f"{run.loss:.4f}"
         memory = "" if not run.memory_bytes else f"{run.memory_bytes / 2**30:.1f} GiB"
-        rows.append(
-            (run.name, f"{run.ms:,.1f} ms", tokens, gain, "" if run.loss is None else f"{run.loss:.4f}", memory)
-        )
-    lines = [f"{trial.steps} steps on {_device(trial)}; medians of the last {trial.steps // 3}", ""]
-    for name, step, *others in rows:
-        others = [text.rjust(width) for text, width in zip(others, (12, 8, 10, 11), strict=True)]
-        lines.append(f"{name:26s}{step:>12s}{''.join(others)}".rstrip())
+        lines.append(columns.format(run.name, f"{run.ms:,.1f} ms", tokens, gain, loss, memory).rstrip())
     line = "Map: none."
     if chosen.adopted is not None:
         from snip_megatron.runtime.account import duration, share_text
@@ -412,48 +407,46 @@ def run(args: argparse.Namespace) -> int:
         raise SnipError(f"--gpus {ranks}: this node has {machine.gpus} GPUs")
     folder = args.dir or Path(tempfile.mkdtemp(prefix="snip-trial-"))
     folder.mkdir(parents=True, exist_ok=True)
-    failed = True
-    try:
+    with ExitStack() as stack:
+        if args.dir is None:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
         _say("checking the job's arguments")
         trial = make_trial(args.job, args.steps, machine, ranks, folder)
-        failure = _train_all(trial, folder)
-        if failure is None:
+        try:
+            _train_all(trial, folder)
             chosen = read_map(folder)
             sentence = verdict(trial, chosen)
             print(table(trial, chosen), f"\n{sentence}", sep="\n", flush=True)
             if args.out is not None:
                 result = as_dict(trial, chosen, sentence, ["snip", *sys.argv[1:]])
                 deliver("--out", args.out, dump_json(result))
-            failure = next((_failure(each, folder) for each in trial.runs if each.error), None)
-        failed = failure is not None
-    finally:
-        if args.dir is None and not (failed and any(folder.glob("*.log"))):
-            shutil.rmtree(folder, ignore_errors=True)
-    if failure is not None:
-        raise SnipError(failure, exit_code=1)
+            if trial.runs[1].error:
+                raise _failure(trial.runs[1], folder, 1)
+        except BaseException:
+            stack.pop_all()  # the logs stay
+            raise
     return 0
 
 
-def _train_all(trial: Trial, folder: Path) -> str | None:
-    """Train the three runs. Returns why the trial cannot go on. A failure of Megatron's own FP8 does not end it."""
+def _train_all(trial: Trial, folder: Path) -> None:
+    """Train the three runs. Raises SnipError if one fails. A failure of Megatron's own FP8 does not end the trial."""
     for index, each in enumerate(trial.runs):
         if each.skipped:
             _say(f"{each.name}: not run, {each.skipped}")
             continue
         _say(f"{each.name}: {trial.steps} steps on {_device(trial)}")
         if (signal := train(each, trial, _log(folder, index))) is not None:
-            return f"ended on {signal} during the run of {each.name}"
+            raise SnipError(f"ended on {signal} during the run of {each.name}", exit_code=1)
         if each.error and index != 1:
-            return _failure(each, folder, index)
-    return None
+            raise _failure(each, folder, index)
 
 
 def _log(folder: Path, index: int) -> Path:
     return folder / f"{('bf16', 'fp8', 'snip')[index]}.log"
 
 
-def _failure(run: Run, folder: Path, index: int = 1) -> str:
-    return f"the run of {run.name} failed: {run.error} (log: {_log(folder, index)})"
+def _failure(run: Run, folder: Path, index: int) -> SnipError:
+    return SnipError(f"the run of {run.name} failed: {run.error} (log: {_log(folder, index)})", exit_code=1)
 
 
 def _say(line: str) -> None:

@@ -49,7 +49,7 @@ def without_clock(plan: str) -> list[str]:
     ("name", "vocabulary", "head"),
     [
         ("70b", 129_024, "Llama 3 70B: llama-70b\nllama-70b: 70.57 B parameters, 80 blocks\nTP 8 × PP 4 × DP 2 = 64"),
-        ("3b", 32_000, "OpenLLaMA 3B: llama-3b\nllama-3b: 3.43 B parameters, 26 blocks\nTP 1 × PP 1 × DP 8 = 8"),
+        ("3b", 32_000, "OpenLLaMA 3B: llama-3b\nllama-3b: 3.43 B parameters, 26 blocks\nDP 8 = 8 GPUs"),
     ],
 )
 def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import megatron.training.training as training
 import pytest
 from llama_arguments import megatron_parser
-from megatron.training.arguments import add_megatron_arguments
 
 from snip_megatron.megatron import compat, entry
 from snip_megatron.megatron.compat.patches import CPU, EXTENSIONS
@@ -19,7 +18,7 @@ ON_GPU = Startup(on_cpu=False, disabled=frozenset())
 
 
 def parse(startup: Startup, *argv: str) -> tuple[argparse.Namespace, list[str]]:
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser = megatron_parser()
     shown = compat.set_defaults(parser, startup)
     return parser.parse_args(argv), shown
 
@@ -34,7 +33,7 @@ def test_cpu_defaults_are_set_and_shown() -> None:
 
 def test_flags_do_what_the_defaults_stand_for() -> None:
     """Each flag, parsed by Megatron itself, sets the same value: names and values cannot go stale."""
-    plain = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    plain = megatron_parser()
     for default in CPU:
         assert getattr(plain.parse_args(default.flag.split()), default.dest) == default.value
         assert getattr(plain.parse_args([]), default.dest) != default.value

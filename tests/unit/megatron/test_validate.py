@@ -235,8 +235,6 @@ def test_pins_that_one_pipeline_stage_holds_leave_its_constraint_out_of_reach() 
 def test_routed_and_shared_experts_are_candidates() -> None:
     """Local layers have one linear for each expert, with --moe-grouped-gemm too."""
     args = arguments(**EXPERTS, pipeline_model_parallel_size=2, moe_grouped_gemm=True)
-    assert linears(args).uncovered_flops == {}
-    assert linears(args).flops["decoder.layers.1.mlp.experts.linear_fc1"] == 2.0 * 96 * 64 * 2
     assert validate.solve_request(config(), args, linears(args)).unquantised_stage_flops is None
     check(config(budget="fp4=0.95"), args)
     of_engine = {"transformer_impl": "transformer_engine", "context_parallel_size": 2, "moe_router_fusion": True}
