@@ -260,19 +260,7 @@ class PlainSnip:
         )
 
     def _make_coordinator(self, device: torch.device) -> RankZeroCoordinator:
-        run = None if self._config.dir is None else self._run_directory(self._config.dir, device)
-        return RankZeroCoordinator(
-            self._config,
-            self._request,
-            self.registry.rows,
-            self._fixed,
-            run,
-            tokens_per_step=1,
-            finished=finish,
-            solver=SolverInProcess(),
-        )
-
-    def _run_directory(self, path: str, device: torch.device) -> RunDirectory:
+        config, structure = self._config, self._structure
         facts = {
             "version": __version__,
             "torch": torch.__version__,
@@ -282,12 +270,17 @@ class PlainSnip:
             "world_size": self.registry.context.dp_size,
             "request": self._request.as_dict(),
             "train_iters": self._last,
-            "unquantised_flops": {0: self._structure.unquantised_flops},
-            "stays_bf16": [f"{row.name} ({type(module).__name__})" for row, module in self._structure.others.items()],
+            "unquantised_flops": {0: structure.unquantised_flops},
+            "stays_bf16": [f"{row.name} ({type(module).__name__})" for row, module in structure.others.items()],
         }
-        identity = dataclasses.replace(self._config, dir=None, overwrite=False).as_dict()
-        resumed = None if self._restored is None else self._steps
-        return RunDirectory(path, identity, overwrite=self._config.overwrite, resume_step=resumed, facts=facts)
+        identity = dataclasses.replace(config, dir=None, overwrite=False).as_dict()
+        resumed, run = None if self._restored is None else self._steps, None
+        if config.dir is not None:
+            run = RunDirectory(config.dir, identity, overwrite=config.overwrite, resume_step=resumed, facts=facts)
+        rows, solver = self.registry.rows, SolverInProcess()
+        return RankZeroCoordinator(
+            config, self._request, rows, self._fixed, run, tokens_per_step=1, finished=finish, solver=solver
+        )
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ learning rate of every step.
 
 import argparse
 import random
+from argparse import Namespace
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,11 @@ import torch
 from llama_arguments import WANTED, linears, run_arguments
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from refusal import refusal
+from torch import Tensor
 
 from snip_megatron.layers.spans import Spans
 from snip_megatron.megatron.compat import learning_rate
+from snip_megatron.megatron.run_record import _predicted_times, open_run_directory
 from snip_megatron.megatron.times import (
     MeasuredTimes,
     check_measurable,
@@ -31,6 +34,7 @@ from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearRow, Precision
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import TIMINGS
+from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.sensitivity import SolveRequest
 from snip_megatron.timing.cost_model import LinearShape, load_cost_model
 from snip_megatron.timing.measure import Call
@@ -363,3 +367,70 @@ def test_without_a_known_end_the_map_is_static_and_one_line_says_so(capsys: pyte
     assert capsys.readouterr().out == ""
     with pytest.raises(SnipError, match="--snip-policy late-all needs an end of training: give --train-iters"):
         timeline_of(config(policy="late-all"), arguments(train_iters=None), SolveRequest(), LINEARS, None, 0)
+
+
+# -- where a run writes its record -------------------------------------------------------------------------------
+def test_a_replay_is_not_written_over_what_it_replays(tmp_path: Path) -> None:
+    """With --snip-overwrite, the record would be removed before it is read."""
+    with RunDirectory(tmp_path / "snip", {}, overwrite=False, resume_step=None) as run:
+        run.event(4, "adopt", version=1)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    config = SnipConfig(enabled=True, replay=str(tmp_path / "snip"), overwrite=True)
+    with pytest.raises(SnipError, match="would write its record over the one it replays; choose another --snip-dir"):
+        open_run_directory(config, Namespace(save=str(tmp_path)), 0, SolveRequest(), (), "reference", ())
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("device", "formats", "said"),
+    [
+        ("NVIDIA H200", ("fp8", "fp4"), ""),
+        ("Some other GPU", ("fp8", "fp4"), ""),
+        (
+            "NVIDIA H200",
+            ("fp8", "nvfp4"),
+            "no predicted times: measured times with --snip-budget fp4=0.75: the timings",
+        ),
+    ],
+)
+def test_predicted_times_that_are_not_known_are_named(
+    device: str,
+    formats: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A GPU without a table has none, and nothing is to be said. Any other reason is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    args = run_arguments()
+    times = _predicted_times(SnipConfig(enabled=True, formats=formats), args, linears(args).covered, "hopper")
+    assert (times is not None) is (device == "NVIDIA H200" and not said)
+    out = capsys.readouterr().out
+    assert said in out if said else not out
+
+
+# -- what is noted of a module's forward and backward in a training ----------------------------------------------
+def forward(x: Tensor, factor: float) -> tuple[Tensor, str]:
+    return (x * factor).square(), "bias"
+
+
+def test_a_forward_with_its_backward_is_noted() -> None:
+    spans, x = Spans(), torch.ones(4, requires_grad=True)
+    y, rest = spans.run(forward, 1.0 * x, 3.0)
+    assert rest == "bias"
+    assert spans.seconds() is None  # the backward is still to come
+    y.sum().backward()
+    assert x.grad is not None
+    assert (y == 9).all()
+    assert (x.grad == 18).all()
+    found = spans.seconds()
+    assert found > 0
+
+
+def test_what_has_no_backward_is_not_noted() -> None:
+    spans = Spans()
+    spans.run(forward, torch.ones(4), 3.0)
+    with torch.no_grad():
+        spans.run(forward, torch.ones(4, requires_grad=True), 3.0)
+    assert spans.seconds() is None
