@@ -89,7 +89,7 @@ class GroupedCall(NamedTuple):
         grads = self.products.accumulate(g, x, out if all_in_main_grad else None)
         handle.state.backwards += 1
         if handle.delays and self.linear.trains:  # wgrad has run; what Megatron calls later tells DDP so
-            handle.state.delayed.append(_no_wgrad)
+            handle.state.delayed.append(lambda: None)
         if self.on_wgrad_complete is not None:
             self.on_wgrad_complete()
             return ()
@@ -144,10 +144,6 @@ def grouped_products(handle: LinearHandle) -> GroupLoop:
         return backend.grouped(*handle.shard)
     python = type(backend)  # C++ would record calls for every number of rows
     return GroupLoop(partial(python.quantize, backend), partial(python.multiply, backend))
-
-
-def _no_wgrad() -> None:
-    """Stand for a delayed wgrad that has run already."""
 
 
 class GroupedLinear(torch.autograd.Function):

@@ -24,7 +24,9 @@ class Spans:
         self, call: Callable[[Tensor, *Arguments], tuple[Tensor, Rest]], x: Tensor, *arguments: *Arguments
     ) -> tuple[Tensor, Rest]:
         """Call a module's forward. Without a backward through x, or in a capture, nothing is noted."""
-        if not (torch.is_grad_enabled() and x.requires_grad) or _captures():
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return call(x, *arguments)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return call(x, *arguments)
         marks = [_mark()]
 
@@ -46,10 +48,6 @@ class Spans:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return statistics.median(map(_seconds, self._latest)) if self._latest else None
-
-
-def _captures() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _mark() -> Mark:

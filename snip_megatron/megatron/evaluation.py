@@ -90,17 +90,14 @@ class Evaluation:
             if not out_of_time:
                 if bf16_loss is not None:
                     losses[BF16_LOSS] = bf16_loss
-                self._report(losses, model)
+                local = {"bf16" if self.mode == "bf16" else "map": main_loss(losses)}
+                if self.mode == "both":
+                    local["bf16"] = losses.get(BF16_LOSS)
+                device = next(model[0].parameters()).device
+                means = {label: mean_over_ranks(loss, device) for label, loss in local.items()}
+                name = next(self._sets, None)
+                which = {} if name is None else {"set": str(name)}
+                self.record({key: mean for key, mean in means.items() if mean is not None}, kind=self._kind, **which)
             return result
 
         return evaluate_with_snip
-
-    def _report(self, losses: dict[str, torch.Tensor], model: Any) -> None:
-        device = next(model[0].parameters()).device
-        local = {"bf16" if self.mode == "bf16" else "map": main_loss(losses)}
-        if self.mode == "both":
-            local["bf16"] = losses.get(BF16_LOSS)
-        means = {label: mean_over_ranks(loss, device) for label, loss in local.items()}
-        name = next(self._sets, None)
-        which = {} if name is None else {"set": str(name)}
-        self.record({label: value for label, value in means.items() if value is not None}, kind=self._kind, **which)

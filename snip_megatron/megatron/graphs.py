@@ -175,21 +175,15 @@ class GraphedRun:
     def training(
         self, forward_step: Callable[..., Any], forward_backward: Callable[..., Any]
     ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return the two functions of a training step, wrapped to count microbatches and to time captures.
+        """Return the two functions of a training step, wrapped for graphs. Without graphs, a few steps are timed.
 
-        Without graphs, a few steps are timed.
+        The forward step marks the weights of a chunk as quantised from its second microbatch on. A graph of the whole
+        step captures the kernel that writes the mark. Captures are timed.
         """
         if self._graphs is None:
             if self._host_wait is not None and self._registry is not None and self._registry.generation:
                 forward_backward = self._host_wait.timed(forward_backward)
             return forward_step, forward_backward
-        return self._counting(forward_step), self._graphs.timed(forward_backward)
-
-    def _counting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``forward_step``, wrapped to mark the weights of a chunk as quantised from its second microbatch on.
-
-        A graph of the whole step captures the kernel that writes the mark.
-        """
         seen: set[int] = set()
         chunks = {id(chunk): number for number, chunk in enumerate(self._model)}
 
@@ -203,7 +197,7 @@ class GraphedRun:
                 seen.add(chunk)
             return forward_step(data_iterator, model, *rest, **named)
 
-        return counted
+        return counted, self._graphs.timed(forward_backward)
 
     def take_captures(self) -> tuple[str, float] | None:
         """Return ("capture" or "recapture", seconds) if graphs were captured since the last call."""

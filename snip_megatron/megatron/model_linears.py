@@ -191,21 +191,17 @@ def _built(stack: str, layer: Any, path: str, module: Any, part: str, sub_block:
         active=passes * (1 if indices is None else config.moe_router_topk), sub_block=sub_block,
         role=_role(n, k, sharded, config.hidden_size), sharded=sharded,
     )  # fmt: skip
-    ends = _ends(layer, path)
-    return [BuiltLinear(linear, module, parent, *ends, expert, row, parameter) for expert, parameter in weights]
+    inside, _, norm = norm_of(path).rpartition(".")
+    reader = writer = layer.get_submodule(inside)
+    if norm not in ("input_layernorm", "norm"):  # attention and mixers begin with their layer
+        reader = getattr(writer, norm, writer)
+    return [BuiltLinear(linear, module, parent, reader, writer, expert, row, name) for expert, name in weights]
 
 
 def norm_of(path: str) -> str:
     """Return the path in the layer of the norm that reads the residual stream for the linear at ``path``."""
     inside, _, last = _sub_block(path).rpartition(".")
     return f"{inside}.{_NORMS.get(last, 'norm')}".lstrip(".")
-
-
-def _ends(layer: Any, path: str) -> tuple[Any, Any]:
-    """Return reader and writer of a linear's sub-block. Attention and mixers begin with their layer."""
-    inside, _, norm = norm_of(path).rpartition(".")
-    layer = layer.get_submodule(inside)
-    return layer if norm in ("input_layernorm", "norm") else getattr(layer, norm, layer), layer
 
 
 def _role(n: int, k: int, sharded: Side, hidden: int) -> Role:

@@ -60,7 +60,9 @@ def open_run_directory(
             " --snip-dir"
         )
     # The fields of a run that a resume must not change.
-    identity = replace(config, dir=None, overwrite=False, no_compat=(), **_lengthwise_default(args)).as_dict()
+    identity = replace(config, dir=None, overwrite=False, no_compat=()).as_dict()
+    if hasattr(args, "snip_first_update") and "first_update" not in given_options(args, SnipConfig):
+        identity["first_update"] = SnipConfig.first_update  # that of the run depends on its length, which may change
     schedule = config.phases
     if schedule is not None:
         identity["schedule"] = schedule.to_json().strip()  # and not the name of a file, which may change
@@ -105,13 +107,6 @@ def _command(args: argparse.Namespace) -> str:
     words = [word for word in sys.orig_argv[1:] if word != "-u"]
     checkpoints = args.save or args.load or "<checkpoints: this job saves none>"
     return f"torchrun {hosts} --nproc-per-node {local} {shlex.join(words)} --load {checkpoints}"
-
-
-def _lengthwise_default(args: argparse.Namespace) -> dict[str, Any]:
-    """Return a constant first update if the user left it to the length of the run, which a resumed run may change."""
-    if not hasattr(args, "snip_first_update"):  # another host than Megatron's entry, with options of its own
-        return {}
-    return {} if "first_update" in given_options(args, SnipConfig) else {"first_update": SnipConfig.first_update}
 
 
 def _linear_shapes(

@@ -195,8 +195,9 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         these take the numbers of rows on the device.
         """
         fc1, fc2 = (linear.snip_experts[0] for linear in (self.linear_fc1, self.linear_fc2))
-        if not (_needs_padding(fc1) or _needs_padding(fc2)):
-            return False, False, [], False
+        quantized = [fc for fc in (fc1, fc2) if not fc.is_stock]
+        if not any(fc.runs_recipe or grouped_products(fc).pads for fc in quantized):
+            return False, False, [], False  # all quantisers of Transformer Engine need padding
         last = self.linear_fc1.snip_experts[-1]
         # Transformer Engine's own code takes rows from the first expert on.
         backwards = last.weight.data_ptr() < fc1.weight.data_ptr() and not (fc1.is_stock or fc2.is_stock)
@@ -266,11 +267,6 @@ def _is_weighted_swiglu(mlp: Any) -> bool:
     other = why_no_swiglu(config) is not None or config.moe_apply_probs_on_input
     offloads = mlp.activation_recompute or mlp.offload_expert_fc1 or mlp.offload_moe_act
     return not (other or offloads or config.moe_mlp_glu_interleave_size is not None)
-
-
-def _needs_padding(handle: LinearHandle) -> bool:
-    """Return whether the products of the next forward need padding, as all quantisers of Transformer Engine do."""
-    return not handle.is_stock and (handle.runs_recipe or grouped_products(handle).pads)
 
 
 CLASSES: dict[type, tuple[type, str]] = {

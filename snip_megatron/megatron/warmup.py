@@ -162,22 +162,18 @@ class WarmUp:
     # -- what is run -------------------------------------------------------------------------------------------
     def run_once(self) -> None:
         """Run once, for each kind of linear, all GEMMs and kernels of steps, probes and adoptions on this rank."""
-        updates = self.config.updates
-        for handle, formats in self._kinds():
-            for tokens in self._tokens(handle):
-                gathered = self.host.sequence_parallel and handle.parallel == "column"
-                linear = warm_up_linear(handle, tokens, whole_x=gathered, graphed=handle.state.graphed is not None)
-                warm_up_gemms(linear, formats)
-                if updates:
-                    warm_up_recording(linear, self.config.measured_formats, self.config.probe_tokens)
-
-    def _tokens(self, handle: LinearHandle) -> list[int]:
-        """Return the numbers of rows to run. Those of an expert vary, and kernels differ for multiples of 16."""
-        tokens, shards = self.host.tokens, 16 * handle.tp_size
+        tokens = self.host.tokens
         assert tokens is not None
-        if tokens > _ROWS * handle.tp_size:
-            tokens = _ROWS * handle.tp_size + tokens % shards
-        return [tokens] if handle.expert is None else [tokens, tokens + 1]
+        for handle, formats in self._kinds():
+            most = _ROWS * handle.tp_size
+            rows = tokens if tokens <= most else most + tokens % (16 * handle.tp_size)
+            # The rows of an expert vary, and kernels differ for multiples of 16.
+            for count in [rows] if handle.expert is None else [rows, rows + 1]:
+                gathered = self.host.sequence_parallel and handle.parallel == "column"
+                linear = warm_up_linear(handle, count, whole_x=gathered, graphed=handle.state.graphed is not None)
+                warm_up_gemms(linear, formats)
+                if self.config.updates:
+                    warm_up_recording(linear, self.config.measured_formats, self.config.probe_tokens)
 
     def _kinds(self) -> Iterator[tuple[LinearHandle, list[Formats]]]:
         """Yield one linear of each shape, with the formats that all linears of this shape may get.

@@ -135,13 +135,25 @@ def make_job(
     tp, pp, gpus_per_node, nodes = configuration.tp, configuration.pp, configuration.gpus_per_node, configuration.nodes
     if nodes is None:
         nodes = max(1, known.tp * known.pp * known.dp // max(1, gpus_per_node))
-    dp = _data_parallel_size(nodes, gpus_per_node, tp, pp)
+    for argument, value in (("nodes", nodes), ("gpus-per-node", gpus_per_node), ("tp", tp), ("pp", pp)):
+        if value < 1:
+            raise SnipError(f"--{argument} {value}: must be 1 or more")
+    dp, rest = divmod(nodes * gpus_per_node, tp * pp)
+    if rest:
+        raise SnipError(
+            f"{nodes * gpus_per_node} GPUs (--nodes {nodes} × --gpus-per-node {gpus_per_node}) are no multiple of"
+            f" --tp {tp} × --pp {pp} = {tp * pp}, one copy of the model"
+        )
     seq_length = configuration.seq_length
     if "seq_length" not in changes:
         seq_length = min(seq_length, model.context)
     sizes = (seq_length, configuration.micro_batch_size, configuration.global_batch_size)
-    if smoke:
-        model, sizes = _small_model(model, pp), (64, 1, 2 * pp * dp)
+    if smoke:  # a small model that trains on a CPU, with grouped attention if the original has it
+        model = replace(
+            model, blocks=max(2, pp), hidden=128, ffn=256, heads=8, groups=8 if model.groups == model.heads else 4,
+            head_size=16, vocabulary=512, context=64,
+        )  # fmt: skip
+        sizes = (64, 1, 2 * pp * dp)
     layout = Layout(
         model.model(pp), tp, pp, 1, dp, *sizes, sequence_parallel=tp > 1, recompute=configuration.recompute,
         overlap_grad_reduce=True, overlap_param_gather=True,
@@ -159,27 +171,6 @@ def make_job(
     graphs = not cpu and pp == 1 and configuration.recompute == "none"
     graphs = graphs and importlib.util.find_spec("transformer_engine") is not None
     return Job(configuration, model, layout, nodes, data, folder, load, snip, smoke, graphs, extra)
-
-
-def _data_parallel_size(nodes: int, gpus_per_node: int, tp: int, pp: int) -> int:
-    for name, value in (("nodes", nodes), ("gpus-per-node", gpus_per_node), ("tp", tp), ("pp", pp)):
-        if value < 1:
-            raise SnipError(f"--{name} {value}: must be 1 or more")
-    gpus, copy = nodes * gpus_per_node, tp * pp
-    if gpus % copy:
-        raise SnipError(
-            f"{gpus} GPUs (--nodes {nodes} × --gpus-per-node {gpus_per_node}) are no multiple of"
-            f" --tp {tp} × --pp {pp} = {copy}, one copy of the model"
-        )
-    return gpus // copy
-
-
-def _small_model(model: Llama, pp: int) -> Llama:
-    """Return a small model that trains on a CPU, with grouped attention if the original has it."""
-    groups = 8 if model.groups == model.heads else 4
-    return replace(
-        model, blocks=max(2, pp), hidden=128, ffn=256, heads=8, groups=groups, head_size=16, vocabulary=512, context=64
-    )
 
 
 def _check_data(data: str | None, smoke: bool, extra: Sequence[str]) -> str | None:

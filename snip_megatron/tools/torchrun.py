@@ -154,7 +154,10 @@ def supervise(
         code = code if code >= 0 else 128 - code
         if code:
             code = _read_code(code_file) or code
-            _record_failure(failed, code)
+            if failed is not None and not failed.exists():  # the first node that fails tells the others
+                with contextlib.suppress(OSError):  # they are then killed by srun
+                    failed.parent.mkdir(parents=True, exist_ok=True)
+                    failed.write_text(f"{code}\n", encoding="ascii")
     return code, received[0] if received else None
 
 
@@ -196,15 +199,6 @@ def _read_code(file: Path) -> int | None:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
-
-
-def _record_failure(failed: Path | None, code: int) -> None:
-    """Record the failure for the other nodes. Only the first node that fails writes the file."""
-    if failed is None or failed.exists():
-        return
-    with contextlib.suppress(OSError):  # the others are then killed by srun
-        failed.parent.mkdir(parents=True, exist_ok=True)
-        failed.write_text(f"{code}\n", encoding="ascii")
 
 
 def _signal_ranks(torchrun_pid: int, signalled: set[int]) -> None:

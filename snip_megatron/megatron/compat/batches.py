@@ -148,12 +148,10 @@ def divisible(data_iterator: Any, args: argparse.Namespace) -> bool:
     if args.tensor_model_parallel_size > 1 and (global_vars._GLOBAL_ARGS is not args or args.tp_comm_overlap):
         return False
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-    heads = [batch for each in iterators if each is not None for batch in _peek(each, 1)]
-    return all(_is_divisible(batch, args.micro_batch_size) for batch in heads)
-
-
-def _is_divisible(batch: Any, size: int) -> bool:
-    if not isinstance(batch, dict) or any("seqlen" in name for name in batch):
-        return False
-    tensors = [value for value in batch.values() if value is not None]
-    return all(isinstance(value, torch.Tensor) and value.shape[:1] == (size,) for value in tensors)
+    for batch in (batch for each in iterators if each is not None for batch in _peek(each, 1)):
+        if not isinstance(batch, dict) or any("seqlen" in name for name in batch):
+            return False
+        tensors = [value for value in batch.values() if value is not None]
+        if not all(isinstance(each, torch.Tensor) and each.shape[:1] == (args.micro_batch_size,) for each in tensors):
+            return False
+    return True

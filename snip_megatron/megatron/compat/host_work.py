@@ -74,7 +74,8 @@ class _Copies:
     def update_model(self) -> None:
         """Copy this rank's shard of the FP32 parameters into the buffers of the model."""
         pairs = self._pairs()
-        mains, buffers = [main for main, _ in pairs], self._buffers()
+        mains = [main for main, _ in pairs]
+        buffers = [bucket.param_data for buffer in self._optimizer.buffers for bucket in buffer.buckets]
         if any(main.device != buffers[0].device for main in mains):
             self._copy_params()
             return
@@ -105,9 +106,6 @@ class _Copies:
             (optimizer.shard_fp32_groups, optimizer.model_fp32_groups),
         )
         return [pair for kind in kinds for groups in zip(*kind, strict=True) for pair in zip(*groups, strict=True)]
-
-    def _buffers(self) -> list[Tensor]:
-        return [bucket.param_data for buffer in self._optimizer.buffers for bucket in buffer.buckets]
 
     def _groups(self, pairs: list[tuple[Any, Any]]) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Return the shards of the model and of the optimizer, apart by the dtype of the model's."""
