@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import megatron.core
 
@@ -23,9 +22,6 @@ from snip_megatron.runtime.controller import OnAdopt
 from snip_megatron.runtime.defaults import EARLIEST_UPDATE, FASTEST, LOSS, backend_of, dominated
 from snip_megatron.runtime.options import given_options
 from snip_megatron.timing.cost_model import load_cost_model
-
-if TYPE_CHECKING:
-    from snip_megatron.megatron.setup import SnipRun
 
 SHARED_ARGUMENTS = (
     *("bf16", "fp16", "transformer_impl", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
@@ -137,8 +133,8 @@ def prepare_run(
     """Check SNIP's configuration on this machine. No collective is called. ``on_adopt`` is as in ``attach``.
 
     Returns:
-        A function that takes the configuration of the model, and returns a context in which a training runs under SNIP
-        if ``--snip`` was given; and what all ranks must agree about.
+        A function that takes the configuration of the model, which gets the hook that converts it, and returns a
+        context in which a training runs under SNIP if ``--snip`` was given; and what all ranks must agree about.
 
     Raises SnipError if the configuration cannot work.
     """
@@ -155,7 +151,17 @@ def prepare_run(
         if config.blame is not None:
             prepare_blame(config, args)
         run = SnipRun(config, args, on_adopt)
-        return functools.partial(_under_snip, run, lines), terms_of(config, args, run.use_library)
+
+        @contextmanager
+        def under_snip(model_config: Any) -> Iterator[None]:
+            for line in lines:
+                say(line)
+            with ExitStack() as stack:
+                stack.push(run.leave)
+                run.begin(model_config)
+                yield
+
+        return under_snip, terms_of(config, args, run.use_library)
 
 
 def terms_of(config: SnipConfig, args: argparse.Namespace, use_library: Callable[[str], None]) -> Terms:
@@ -180,20 +186,6 @@ def _text(value: Any) -> str:
     if isinstance(value, set | frozenset):
         value = sorted(map(str, value))
     return type(value).__qualname__ if " at 0x" in str(value) else str(value)
-
-
-@contextmanager
-def _under_snip(run: SnipRun, lines: Sequence[str], model_config: Any) -> Iterator[None]:
-    """Run a training under SNIP inside this context.
-
-    The hook that converts the model is added to ``model_config.pre_wrap_hooks``.
-    """
-    with ExitStack() as stack:
-        for line in lines:
-            say(line)
-        stack.push(run.leave)
-        run.begin(model_config)
-        yield
 
 
 def run_attached(

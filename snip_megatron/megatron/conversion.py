@@ -141,20 +141,8 @@ def what_stays(stock: Mapping[str, str]) -> list[str]:
 
 
 def _convert_linear(linear: BuiltLinear, registry: LinearRegistry) -> None:
-    module = linear.module
-    module.__class__, parallel = _CLASSES[type(module)]
-    handle = _handle(linear, registry.context, parallel)
-    if linear.parameter == "weight":
-        module.snip = handle
-    elif linear.parameter == "weight0":  # one module for all experts of this rank
-        module.snip_experts = [handle]
-    else:
-        module.snip_experts.append(handle)
-    registry.add(handle)
-
-
-def _handle(linear: BuiltLinear, context: StepContext, parallel: str) -> LinearHandle:
     module, row, weight = linear.module, linear.row, getattr(linear.module, linear.parameter)
+    module.__class__, parallel = _CLASSES[type(module)]
     # Transformer Engine's linears have the group under another name where they exchange nothing themselves.
     group = getattr(module, "_tp_group", None) or module.tp_group
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
@@ -167,12 +155,19 @@ def _handle(linear: BuiltLinear, context: StepContext, parallel: str) -> LinearH
         out_features = _global_features([n // 2] * 2 if halves else _parts(weight), rank, size)
     elif parallel == "row":
         in_features = _global_features([k], rank, size)
-    return LinearHandle(
+    handle = LinearHandle(
         id=linear.id, parallel=parallel, n=row.n, k=row.k, stage=row.stage, tp_rank=rank, tp_size=size,
-        out_features=out_features, in_features=in_features, context=context, module=module,
+        out_features=out_features, in_features=in_features, context=registry.context, module=module,
         tp_group=group if shared else None, expert=linear.expert,
         delays=module.config.delay_wgrad_compute and hasattr(module, "wgrad_store"), parameter=linear.parameter,
     )  # fmt: skip
+    if linear.parameter == "weight":
+        module.snip = handle
+    elif linear.parameter == "weight0":  # one module for all experts of this rank
+        module.snip_experts = [handle]
+    else:
+        module.snip_experts.append(handle)
+    registry.add(handle)
 
 
 def _parts(weight: torch.Tensor) -> list[int]:

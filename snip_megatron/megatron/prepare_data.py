@@ -51,7 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns its exit code. Raises SnipError on bad input."""
-    _check(args)
+    size = args.vocab_size
+    if not 0 <= args.holdout < 1:
+        raise SnipError(f"--holdout {args.holdout}: expected a share in [0, 1)")
+    if size is not None and args.tokenizer == "bytes":
+        raise SnipError(f"--vocab-size {size}: --tokenizer bytes has {SMALLEST_VOCABULARY} tokens; give one")
+    if size is not None and not SMALLEST_VOCABULARY <= size <= LARGEST_VOCABULARY:
+        expected = f"{SMALLEST_VOCABULARY} (bytes and end of document) and {LARGEST_VOCABULARY}"
+        raise SnipError(f"--vocab-size {size}: must be between {expected}")
     output: Path = args.output.resolve()
     existing = read_manifest(output)
     if existing is None and output.exists() and not (output.is_dir() and not any(output.iterdir())):
@@ -67,10 +74,12 @@ def run(args: argparse.Namespace) -> int:
         "corpus_sha256": hashlib.sha256(corpus).hexdigest(),
     }
     if args.tokenizer == "bpe":
-        request["vocab_size"] = args.vocab_size or VOCABULARY
-    if existing is not None and args.reuse and existing.get("request") == request and _is_complete(output, existing):
-        print(f"{output} is current: {existing['train']['tokens']:,} training tokens")
-        return 0
+        request["vocab_size"] = size or VOCABULARY
+    if existing is not None and args.reuse and existing.get("request") == request:
+        hashes = existing.get("files_sha256", {})
+        if all((output / name).is_file() and _sha256(output / name) == digest for name, digest in hashes.items()):
+            print(f"{output} is current: {existing['train']['tokens']:,} training tokens")
+            return 0
     if existing is not None and not args.overwrite:
         raise SnipError(f"--output {output}: made from other text or arguments; add --overwrite to replace it")
     sources = {"names": [_name(source) for source in inputs], "files": len(files), "skipped": skipped}
@@ -90,17 +99,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    size = args.vocab_size
-    if not 0 <= args.holdout < 1:
-        raise SnipError(f"--holdout {args.holdout}: expected a share in [0, 1)")
-    if size is not None and args.tokenizer == "bytes":
-        raise SnipError(f"--vocab-size {size}: --tokenizer bytes has {SMALLEST_VOCABULARY} tokens; give one")
-    if size is not None and not SMALLEST_VOCABULARY <= size <= LARGEST_VOCABULARY:
-        expected = f"{SMALLEST_VOCABULARY} (bytes and end of document) and {LARGEST_VOCABULARY}"
-        raise SnipError(f"--vocab-size {size}: must be between {expected}")
-
-
 def read_manifest(output: Path) -> dict[str, Any] | None:
     """Return the manifest of an earlier result in ``output``. Returns None if there is none."""
     try:
@@ -108,12 +106,6 @@ def read_manifest(output: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return manifest if isinstance(manifest, dict) and manifest.get("schema") == SCHEMA else None
-
-
-def _is_complete(output: Path, manifest: dict[str, Any]) -> bool:
-    """Return whether every file of the manifest exists with its hash."""
-    files = manifest.get("files_sha256", {})
-    return all((output / name).is_file() and _sha256(output / name) == digest for name, digest in files.items())
 
 
 def _sha256(path: Path) -> str:

@@ -6,7 +6,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -277,15 +277,11 @@ class SnipRun:
         return result
 
     # -- construction at the first step ------------------------------------------------------------------------
-    def _host_step(
-        self, call: StepCall, around: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> MegatronStep:
-        assert self._host is not None
-        return MegatronStep(call, self._args, self._host.groups, around)
-
     def _step_without_graphs(self, call: StepCall) -> MegatronStep:
         """Return the step whose passes run outside of CUDA graphs."""
-        return self._host_step(self.graphs.without_graph(call), lambda: self.graphs.bypassed(call.model))
+        assert self._host is not None
+        around = functools.partial(self.graphs.bypassed, call.model)
+        return MegatronStep(self.graphs.without_graph(call), self._args, self._host.groups, around)
 
     def _make_host(self, call: StepCall) -> Host:
         """Make the host, and tell linears their places in its groups."""
@@ -342,7 +338,7 @@ class SnipRun:
         request = validate.solve_request(config, args, linears)
         self.graphs.attach(registry, model)
         self._probes = ProbeRunner(host, registry, config, weighs_updates=needs_forward_noise(request))
-        self._probes.check_optimizer(self._host_step(call))
+        self._probes.check_optimizer(self._step_without_graphs(call))
         self._coordinator = on_rank_zero(lambda: self._make_coordinator(registry, request, step))
         rehearse = None if self._unmeasured is None else self._unmeasured.rehearse
         restored = self._restored_state()
@@ -394,13 +390,11 @@ class SnipRun:
                 measure = times.renew
         self._unmeasured = times if request.times is None else None
         tokens = args.global_batch_size * args.seq_length
-        emulated = backend in EMULATIONS
-        ramps = compat.batch_size_ramp(args) is not None
+        unjudged = "batch size grows" if compat.batch_size_ramp(args) is not None else None
+        unjudged = "emulated" if backend in EMULATIONS else unjudged
         return RankZeroCoordinator(
-            config, request, linears.covered, static_map, run, tokens, finish,
-            unjudged="emulated" if emulated else "batch size grows" if ramps else None,
-            times=measure,
-        )  # fmt: skip
+            config, request, linears.covered, static_map, run, tokens, finish, unjudged=unjudged, times=measure
+        )
 
 
 @contextmanager

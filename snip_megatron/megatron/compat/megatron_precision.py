@@ -65,13 +65,12 @@ _OF_RECIPE = frozenset(("fp8", "fp4", "moe_router_padding_for_quantization", "mo
 """Settings of :data:`_OFF` that stay while ``--snip-blame`` looks at a job of Megatron's own FP8 or FP4."""
 
 
-def switch_off(settings: Any, kept: frozenset[str] = frozenset()) -> tuple[str, tuple[str, ...]]:
-    """Switch Megatron's FP8 and FP4, but not the settings in ``kept``, off in arguments or in one of Bridge's
-    configurations.
+def switch_off(settings: Any, unchanged: frozenset[str] = frozenset()) -> tuple[str, tuple[str, ...]]:
+    """Switch Megatron's FP8 and FP4 off in arguments or a configuration of Bridge's. ``unchanged`` settings stay.
 
     Returns a line to print, empty if nothing was on, and the formats of the recipe.
     """
-    off_now = {name: off for name, off in _OFF.items() if name not in kept}
+    off_now = {name: off for name, off in _OFF.items() if name not in unchanged}
     if getattr(settings, "use_transformer_engine_op_fuser", False):
         off_now["moe_use_grouped_tensor"] = False
     on = {name: value for name, off in off_now.items() if (value := getattr(settings, name, off)) not in (off, None)}
