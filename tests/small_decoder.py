@@ -28,3 +28,9 @@ def dense(attention: type | None = None, position: str = "rope", **changes: Any)
     if attention is not None:
         spec.submodules.self_attention.submodules.core_attention = attention
     return GPTModel(TransformerConfig(**DENSE | changes), spec, 128, 32, position_embedding_type=position)
+
+
+def identity(chunk: GPTModel) -> tuple[object, ...]:
+    """What conversion leaves as it is: the parameters themselves, keys of the state, and the layout of checkpoints."""
+    layout = {name: (v.key, getattr(v, "global_shape", None)) for name, v in chunk.sharded_state_dict().items()}
+    return [(name, id(parameter)) for name, parameter in chunk.named_parameters()], list(chunk.state_dict()), layout

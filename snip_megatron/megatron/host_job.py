@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -52,14 +54,15 @@ class _Histories:
     """The histories of delayed scaling as they were when training would have begun."""
 
     def __init__(self, recipe: HostRecipe, registry: LinearRegistry) -> None:
-        self._recipe = recipe
-        self._saved: dict[tuple[int, int, str], State] = {}
-        self._modules = by_module(registry)
+        self._recipe, self._modules = recipe, by_module(registry)
+        self._saved = {key: (history.clone(), scale.clone()) for _, key, (history, scale) in self._states()}
+
+    def _states(self) -> Iterator[tuple[LinearHandle, tuple[int, int, str], State]]:
+        """Yield what Transformer Engine has now, with the module's first linear and (module, expert, operand)."""
         for module, handles in self._modules:
-            for expert in range(len(handles)):
-                for operand in ("x", "w", "g"):
-                    if (state := delayed_state(module, expert, operand)) is not None:
-                        self._saved[id(module), expert, operand] = state[0].clone(), state[1].clone()
+            for expert, operand in itertools.product(range(len(handles)), ("x", "w", "g")):
+                if (state := delayed_state(module, expert, operand)) is not None:
+                    yield handles[0], (id(module), expert, operand), state
 
     def of(self, handle: LinearHandle, expert: int, operand: str) -> State:
         """Return the history and the scale with which the step begins: those of a new run if none were loaded."""
@@ -69,9 +72,6 @@ class _Histories:
 
     def restore(self) -> None:
         """Let Transformer Engine begin with them again."""
-        for module, handles in self._modules:
-            for expert in range(len(handles)):
-                for operand in ("x", "w", "g"):
-                    if (state := delayed_state(module, expert, operand)) is not None:
-                        for target, source in zip(state, self.of(handles[0], expert, operand), strict=True):
-                            target.copy_(source)
+        for handle, (_, expert, operand), state in self._states():
+            for target, source in zip(state, self.of(handle, expert, operand), strict=True):
+                target.copy_(source)

@@ -1,7 +1,5 @@
 """Conversion of Transformer Engine's linears in a built decoder: names, layout of checkpoints, figures of torch."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engi
 
 import transformer_engine.pytorch as te
 from megatron.core.models.gpt.gpt_model import GPTModel
+from small_decoder import identity
 from te_models import Ignored, dense, seeming_cuda
 from torch.nn import functional
 
@@ -28,10 +27,6 @@ CLASSES = {
 }
 
 
-def sharded(chunk: GPTModel) -> dict[str, Any]:
-    return {name: (v.key, getattr(v, "global_shape", None)) for name, v in chunk.sharded_state_dict().items()}
-
-
 def under(chunk: GPTModel, fmt: Format) -> LinearRegistry:
     registry = convert_model([chunk], CONFIG)
     registry.adopt(PrecisionMap.uniform(registry.names, fmt))
@@ -40,9 +35,9 @@ def under(chunk: GPTModel, fmt: Format) -> LinearRegistry:
 
 def test_the_stock_module_keeps_all_but_its_class() -> None:
     chunk = dense()
-    parameters = [(name, id(parameter)) for name, parameter in chunk.named_parameters()]
-    keys, layout = list(chunk.state_dict()), sharded(chunk)
+    before = identity(chunk)
     registry = convert_model([chunk], CONFIG)
+    assert identity(chunk) == before
     for layer in (0, 1):
         for path, cls in CLASSES.items():
             module = chunk.decoder.layers[layer].get_submodule(path)
@@ -50,10 +45,7 @@ def test_the_stock_module_keeps_all_but_its_class() -> None:
             assert module.snip is registry[f"decoder.layers.{layer}.{path}"]
             assert module.snip.is_stock
     assert len(registry) == 8
-    assert [(name, id(parameter)) for name, parameter in chunk.named_parameters()] == parameters
-    assert list(chunk.state_dict()) == keys
-    assert any(key.endswith("linear_qkv._extra_state") for key in keys)
-    assert sharded(chunk) == layout
+    assert any(key.endswith("linear_qkv._extra_state") for key in chunk.state_dict())
 
 
 def test_transformer_engine_s_own_classes_of_several_weights_stay_bf16_and_count(
