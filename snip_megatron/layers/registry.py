@@ -134,10 +134,7 @@ class LinearRegistry:
         self._ordered: list[LinearHandle] = []
 
     def add(self, handle: LinearHandle) -> None:
-        """Register a linear, or the linear of one expert.
-
-        Raises SnipError if the linear is registered already, or the model has none of its name.
-        """
+        """Register a linear, or that of one expert. Raises SnipError if it is registered, or not of this model."""
         key = (handle.name, handle.expert)
         if key in self._handles or handle.name not in self._position:
             raise SnipError(f"{handle.name}: registered twice or not a linear of this model")

@@ -63,10 +63,7 @@ def prepare_megatron(args: argparse.Namespace, startup: Startup, shown: Sequence
 
 
 def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
-    """Return SNIP's configuration on this machine, and lines about defaults that were chosen.
-
-    Raises SnipError if an argument is invalid, or two of them cannot be combined.
-    """
+    """Return SNIP's configuration on this machine, and lines about its defaults. Raises SnipError if it cannot work."""
     if not getattr(args, "snip", False):
         return resolve_arguments(args), []
     te_linears = args.transformer_impl == "transformer_engine"

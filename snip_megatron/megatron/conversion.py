@@ -85,10 +85,7 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
 
 
 def linears_on_meta(args: argparse.Namespace, model_config: Any) -> ModelLinears:
-    """Return the linears of the model that ``args`` describes, without starting ranks.
-
-    Raises CannotBuildError if the model cannot be built on this machine.
-    """
+    """Return the linears of a model without starting ranks. Raises CannotBuildError if it cannot be built here."""
     built = [linear for chunks in stages_on_meta(args, model_config) for linear in built_linears(chunks)]
     return ModelLinears.split((linear.row for linear in built), _stock(built))
 

@@ -71,10 +71,7 @@ def check_version(text: str) -> tuple[int, int]:
 
 
 def untested() -> str | None:
-    """Return a notice if the installed release is later than the supported ones, else None.
-
-    Raises SnipError if it is earlier.
-    """
+    """Return a notice if the installed release is later than the supported ones. Raises SnipError if it is earlier."""
     from megatron.core.package_info import __version__
 
     newer = check_version(__version__) >= BEYOND[:2]

@@ -102,10 +102,7 @@ def check_measurable(config: SnipConfig, backend: str | None) -> None:
 
 
 def layout_of(args: argparse.Namespace, linears: Sequence[LinearRow], config: SnipConfig) -> Layout:
-    """Return the planner's description of a run.
-
-    Raises SnipError if the features of a linear cannot be split over tensor parallel ranks.
-    """
+    """Return the planner's description of a run. Raises SnipError if ranks cannot split the features of a linear."""
     latent = getattr(args, "multi_latent_attention", False)
     groups = args.num_query_groups if args.group_query_attention and not latent else args.num_attention_heads
     keys = args.qk_head_dim + args.qk_pos_emb_head_dim if latent else args.kv_channels
@@ -214,10 +211,7 @@ class MeasuredTimes:
         run_once(self.backend, self._formats, self._workload, self.device)
 
     def measure(self) -> OptionTimes:
-        """Measure the times, and store them with the run.
-
-        Raises SnipError if a size cannot be measured, for example because memory is too small.
-        """
+        """Measure the times, and store them with the run. Raises SnipError if memory is too small for a size."""
         started = time.perf_counter()
         clock = clock_for(self.device) if self.clock is None else self.clock
         measurer = Measurer(self.backend, clock, self._formats)

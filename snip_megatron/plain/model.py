@@ -253,10 +253,7 @@ class SnipExperts(nn.Module):
 
 
 def convert_linears(linears: Mapping[LinearRow, nn.Module], context: StepContext) -> LinearRegistry:
-    """Convert linears, in global order, in place. Parameters and their names do not change.
-
-    ``context`` is the state of the step, which all linears share.
-    """
+    """Convert linears, in global order, in place. They share ``context``, the state of the step."""
     registry = LinearRegistry(tuple(linears), context)
     experts: dict[nn.Module, list[list[LinearHandle]]] = defaultdict(list)
     for row, module in linears.items():

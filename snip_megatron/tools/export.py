@@ -51,10 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files of the chosen format. Returns 0.
-
-    Raises SnipError if the map cannot be read or expressed in the format, or the folder cannot be written.
-    """
+    """Write the files of the chosen format. Returns 0. Raises SnipError if a file or the format does not allow it."""
     if args.source.is_dir():
         read_config(args.source)  # a directory of something else is refused here
         maps = step_files(args.source, "maps")

@@ -75,10 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, print tables and write JSON. Returns 0, or 3 if the model does not fit into a GPU.
-
-    Raises SnipError (exit code 3 if the budget is out of reach).
-    """
+    """Plan, print tables, write JSON. Returns 3 if a GPU is too small, else 0. Raises SnipError (3 if infeasible)."""
     from snip_megatron.planner.plan import make_plan, parse_config
     from snip_megatron.planner.render import render
     from snip_megatron.planner.step_time import Links, StepModel

@@ -194,10 +194,7 @@ def own_fp8(job: Sequence[str], precision: Sequence[str], machine: Machine) -> t
 
 
 def make_trial(words: Sequence[str], steps: int, machine: Machine, ranks: int, folder: Path) -> Trial:
-    """Return the trial of a job.
-
-    Megatron and SNIP check the job's arguments first. Raises SnipError if they refuse them.
-    """
+    """Return the trial of a job. Raises SnipError if Megatron or SNIP refuses the job's arguments."""
     job, precision, snip = split_arguments(words)
     job_steps, schedule = last_value(words, "--train-iters"), list[str]()
     samples, batch_size = last_value(words, "--lr-warmup-samples"), last_value(words, "--global-batch-size")

@@ -26,6 +26,13 @@ DENSE: dict[str, Any] = {
 }
 
 
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 128, "moe_grouped_gemm": True,
+    "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "allgather", "hidden_size": 128,
+}  # fmt: skip
+SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False}
+
+
 class Ignored:
     """A recorder that keeps nothing."""
 

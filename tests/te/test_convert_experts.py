@@ -13,7 +13,7 @@ pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engi
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from small_decoder import identity
-from te_models import Ignored, dense, seeming_cuda
+from te_models import EXPERTS, SWIGLU, Ignored, dense, seeming_cuda
 from torch import Tensor
 from torch.nn import functional
 
@@ -29,15 +29,6 @@ from tests.unit.numerics.products.products import hopper
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
 CONFIG = SnipConfig(enabled=True, seed=99)
-EXPERTS: dict[str, Any] = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 128,
-    "moe_grouped_gemm": True,
-    "moe_router_load_balancing_type": "none",
-    "moe_token_dispatcher_type": "allgather",
-    "hidden_size": 128,
-}
 NAMES = ["mlp.experts.linear_fc1", "mlp.experts.linear_fc2"]
 
 
@@ -126,9 +117,6 @@ def in_memory(experts: Any, *, backwards: bool) -> None:
         for place, gradient, weight in zip(memory, gradients, weights[:: -1 if backwards else 1], strict=True):
             weight.data = place.copy_(weight.data)
             weight.main_grad, weight.grad_added_to_main_grad = gradient, False
-
-
-SWIGLU = {"gated_linear_unit": True, "activation_func": functional.silu, "add_bias_linear": False}
 
 
 @pytest.mark.parametrize(("backwards", "fused"), [(False, False), (True, False), (False, True), (True, True)])

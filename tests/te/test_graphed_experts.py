@@ -15,9 +15,8 @@ pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engi
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import cuda_graphs as core
 from megatron.core.transformer.enums import CudaGraphModule
-from te_models import dense, seeming_cuda
+from te_models import EXPERTS, SWIGLU, dense, seeming_cuda
 from torch import Tensor
-from torch.nn import functional
 
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.megatron import convert_model
@@ -32,25 +31,12 @@ from tests.unit.numerics.products.products import hopper
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 PARTS = [CudaGraphModule.attn, CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]
-MODEL: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 128,
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 128,
-    "moe_grouped_gemm": True,
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 1e-2,
+MODEL: dict[str, Any] = EXPERTS | SWIGLU | {
+    "num_layers": 2, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2,
     "moe_router_dtype": "fp64",  # by torch, not by Transformer Engine
-    "moe_token_dispatcher_type": "alltoall",
-    "gated_linear_unit": True,
-    "activation_func": functional.silu,
-    "add_bias_linear": False,
-    "bias_activation_fusion": True,
-    "params_dtype": torch.bfloat16,
-    "bf16": True,
-    "cuda_graph_impl": "transformer_engine",
-}
+    "moe_token_dispatcher_type": "alltoall", "bias_activation_fusion": True, "params_dtype": torch.bfloat16,
+    "bf16": True, "cuda_graph_impl": "transformer_engine",
+}  # fmt: skip
 BF16, FP8 = Format.BF16, Format.FP8
 
 

@@ -14,8 +14,8 @@ import transformer_engine_torch as tex  # type: ignore[import-not-found]
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from te_models import Ignored, dense
-from test_convert_experts import CONFIG, EXPERTS, SWIGLU, mlp
+from te_models import EXPERTS, SWIGLU, Ignored, dense
+from test_convert_experts import CONFIG, mlp
 from torch import Tensor
 
 from snip_megatron.layers import LinearRegistry

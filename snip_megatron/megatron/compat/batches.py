@@ -102,10 +102,7 @@ def keep_microbatches(data_iterator: Any, step: int, count: int) -> None:
 
 
 def past_microbatches(data_iterator: Any, step: int, count: int) -> Any:
-    """Return an iterator like ``data_iterator`` over the microbatches that were kept of ``step``.
-
-    Raises SnipError if fewer than ``count`` were.
-    """
+    """Return an iterator like ``data_iterator`` over ``count`` microbatches of ``step``, or raise SnipError."""
     if isinstance(data_iterator, list):
         return [past_microbatches(each, step, count) for each in data_iterator]
     if data_iterator is None:

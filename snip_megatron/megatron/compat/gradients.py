@@ -118,10 +118,7 @@ def gradients_reduced_in_fp8(args: argparse.Namespace) -> Iterator[None]:
 
 
 def check_reduced_models(models: Sequence[Any]) -> None:
-    """Raise SnipError if :class:`DistributedDataParallel` wraps a model with another reduction.
-
-    A script may wrap its model with a configuration of its own.
-    """
+    """Raise SnipError if a script has wrapped a model with another reduction, by a configuration of its own."""
     for model in models:
         if not getattr(getattr(model, "ddp_config", None), _FUNCTION, False):
             raise SnipError(

@@ -189,10 +189,7 @@ check_names(CudaRNGStatesTracker, "get_states", "set_states", "is_initialized")
 
 
 def random_states() -> Callable[[], None]:
-    """Copy the random states of Python, NumPy, torch (CPU and GPU) and Megatron's tracker.
-
-    Returns a function that restores them and can be called several times.
-    """
+    """Copy all random states of this rank. Returns a function that restores them as often as it is called."""
     tracker = get_cuda_rng_tracker()
     python, cpu = random.getstate(), torch.get_rng_state()
     numpy = np.random.get_state()  # noqa: NPY002 - the global state is what data sets and Megatron draw from
