@@ -50,21 +50,16 @@ def prepare(startup: Startup) -> tuple[Callable[[], None], Terms]:
     prepare_megatron(args, startup, shown)
     model_config = pretraining.model_config(args, on_cpu=startup.on_cpu)
     under_snip, terms = prepare_run(args)
-    return functools.partial(_train, args, model_config, under_snip), terms
 
+    def train() -> None:
+        with under_snip(model_config):
+            pretraining.pretrain(args, model_config, provide_datasets=provide_datasets, forward_step=forward_step)
+        # NCCL destroys a communicator only after all CUDA graphs that contain its collectives, and these graphs live
+        # until the process ends. With graphs, the process therefore ends with its process groups, as Megatron's own do.
+        if torch.distributed.is_initialized() and compat.graph_implementation(args) is None:
+            torch.distributed.destroy_process_group()
 
-def _train(args: argparse.Namespace, model_config: Any, under_snip: Callable[[Any], Any]) -> None:
-    with under_snip(model_config):
-        pretraining.pretrain(
-            args,
-            model_config,
-            provide_datasets=provide_datasets,
-            forward_step=forward_step,
-        )
-    # NCCL destroys a communicator only after all CUDA graphs that contain its collectives, and these graphs live until
-    # the process ends. With graphs, the process therefore ends with its process groups, as Megatron's own trainings do.
-    if torch.distributed.is_initialized() and compat.graph_implementation(args) is None:
-        torch.distributed.destroy_process_group()
+    return train, terms
 
 
 # -- arguments -------------------------------------------------------------------------------------------------

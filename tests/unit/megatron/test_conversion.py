@@ -214,10 +214,6 @@ def test_formats_of_a_configuration(tmp_path: Path) -> None:
     }
     for config, formats in expected.items():
         assert formats_in_use(config) == formats
-
-
-def test_formats_of_replayed_maps(tmp_path: Path) -> None:
-    """A backend that lacks some formats must know them before the first map."""
     with RunDirectory(tmp_path / "run", {}, overwrite=False, resume_step=None) as run:
         for step, fmt in ((3, NVFP4), (7, BF16)):
             run.event(step, "adopt", version=step)

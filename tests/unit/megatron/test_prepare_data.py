@@ -68,24 +68,6 @@ def test_megatron_reads_back_every_file_with_its_end(texts: Path, tmp_path: Path
     assert made["valid"]["files"] >= 1
 
 
-def test_megatron_loads_the_tokenizers_offline(texts: Path, tmp_path: Path) -> None:
-    from megatron.core.tokenizers import MegatronTokenizer
-
-    for kind, vocabulary in (("bpe", 300), ("bytes", 257)):
-        output = tmp_path / kind
-        prepare(texts, "--output", output, "--tokenizer", kind, *(["--vocab-size", "300"] if kind == "bpe" else []))
-        loaded = MegatronTokenizer.from_pretrained(
-            tokenizer_path=str(output / "tokenizer"), metadata_path={"library": "huggingface"}
-        )
-        assert loaded.vocab_size == vocabulary
-        assert loaded.eod == manifest(output)["tokenizer"]["end_of_document_id"]
-        text = "def f(x):\n    return 'naïve ✓' , x\n"
-        ids = loaded.tokenize(text)
-        ours = Tokenizer.from_file(str(output / "tokenizer" / "tokenizer.json"))
-        assert ids == prepare_data.encode_documents(ours, [text])[0][:-1]
-        assert loaded.detokenize(ids) == text
-
-
 BPE = prepare_data.train_bpe(iter(["the quick brown fox " * 5, "    return self.value\n" * 5]), 280)
 
 

@@ -4,7 +4,6 @@ Tests in tests/te load the module that ``--format te`` writes.
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from dense_names import dense_names
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from megatron.core.enums import Fp4Recipe, Fp8Recipe
 from megatron.core.extensions.transformer_engine import TEQuantizationParams
 from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from refusal import refusal
 from snip_command import refused, snip
 
@@ -80,18 +78,6 @@ def test_every_linear_gets_its_recipe_on_its_stage(tmp_path: Path) -> None:
     recipe = load_quantization_recipe(str(whole / "stage_0.yaml"))
     for other in ("output_layer", "decoder.layers.3.self_attention.core_attention", "decoder.layers.0.mlp"):
         assert get_quant_config_or_none(other, recipe) is None
-
-
-@pytest.mark.parametrize(("layers", "stages"), [(8, 2), (24, 4), (6, 1)])
-def test_even_splits_are_megatrons(layers: int, stages: int) -> None:
-    config = SimpleNamespace(
-        num_layers=layers, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=None,
-        pipeline_model_parallel_layout=None, num_layers_in_first_pipeline_stage=None,
-        num_layers_in_last_pipeline_stage=None, account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-    )  # fmt: skip
-    for stage, own in enumerate(stage_layers(layers, stages)):
-        assert own.start == get_transformer_layer_offset(config, vp_stage=None, pp_rank=stage)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
