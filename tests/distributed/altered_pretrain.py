@@ -31,9 +31,8 @@ from snip_megatron.megatron.startup import prepare
 from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.runtime import sidecar
 
-NAMED = ("frozen", "spikes", "low", "tight", "replicas", "sent", "captures", "logits", "trace", "crash")
-TOKENS = torch.arange(2 * 64).view(2, 64) * 37 % 200
-LENGTHS = (1, 130, 384, 2048)
+NAMED = ("frozen", "spikes", "low", "tight", "replicas", "sent", "captures", "trace", "crash")
+SUMMED = ((1, torch.float32), (130, torch.float32), (384, torch.float32), (2048, torch.float32), (130, torch.bfloat16))
 
 
 def main() -> int:
@@ -424,62 +423,6 @@ def crash() -> None:
     compat.wrap_train_step(crashing)
 
 
-def logits() -> None:
-    """After every step the model answers TOKENS.
-
-    The first rank of the last pipeline stage writes FP32 logits [batch, sequence, padded vocabulary] to <file>.
-    """
-    from snip_megatron.megatron import compat
-
-    def wrap(train_step: Any) -> Any:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            result = train_step(*args, **kwargs)
-            answer = _logits(args[2], args[6])
-            if answer is not None:
-                torch.save(answer, os.environ["LOGITS"])
-            return result
-
-        return step
-
-    compat.wrap_train_step(wrap)
-
-
-@torch.no_grad()
-def _logits(model: list[Any], schedule: Any) -> torch.Tensor | None:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    from snip_megatron.megatron import compat
-
-    positions = torch.arange(64).expand(2, 64)
-    hidden = torch.ones(1, 1, 64, 64, dtype=torch.bool).triu(1)
-
-    def forward_step(data_iterator: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        return chunk(TOKENS, positions, hidden), lambda output, non_loss_data: output.clone()
-
-    for chunk in model:
-        chunk.eval()
-    count = parallel_state.get_pipeline_model_parallel_world_size()  # an interleaved schedule wants a whole group
-    with compat.rerun_disabled():
-        found = schedule(
-            forward_step_func=forward_step,
-            data_iterator=[None] * len(model) if len(model) > 1 else None,
-            model=model,
-            num_microbatches=count,
-            seq_length=64,
-            micro_batch_size=2,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
-    for chunk in model:
-        chunk.train()
-    if not found:
-        return None
-    whole = gather_from_tensor_model_parallel_region(found[0])
-    first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
-    return whole.float() if first else None
-
-
 def trace() -> None:
     """Each rank writes <folder>/rank<k>.json at its end, bit for bit.
 
@@ -662,7 +605,7 @@ def complaining() -> Any:
 def summed() -> None:
     """Gradients summed as quantised parts.
 
-    Each rank writes ``OUT/rank<k>.pt``: for each length of a rank's part, its gradients and its part of the sum.
+    Each rank writes ``OUT/rank<k>.pt``: for each of SUMMED, its gradients and its part of the sum.
     """
     prepare([], [])
     from snip_megatron.megatron.compat.gradients import start_gradient_reduction
@@ -670,9 +613,9 @@ def summed() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = []
-    for length in LENGTHS:
+    for length, dtype in SUMMED:
         generator = torch.Generator().manual_seed(100 * rank + length)
-        whole = torch.randn(ranks * length, generator=generator) * 1e-4
+        whole = (torch.randn(ranks * length, generator=generator) * 1e-4).to(dtype)
         if length == 384:
             whole[130] = torch.nan  # in the second tile of rank 0's part
         before, shard = whole.clone(), whole.view(ranks, length)[rank]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from altered_pretrain import LENGTHS
+from altered_pretrain import SUMMED
 from checkpoints import differences, read_checkpoint
 from launch import tiny_llama_args
 from layouts import figures
@@ -25,13 +25,13 @@ def test_bits_of_a_sum(warm: WarmRanks, tmp_path: Path) -> None:
     """Each of three ranks adds its own part as it is, and those of the others as E4M3 numbers, in the ranks' order."""
     warm.succeed(3, [], module="altered_pretrain:summed", tmp=tmp_path, env={"OUT": str(tmp_path)})
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(3)]
-    for place, length in enumerate(LENGTHS):
+    for place, (length, dtype) in enumerate(SUMMED):
         for rank in range(3):
             parts = [found[place][0].view(3, length)[rank] for found in ranks]
             terms = [fake_quantize(part.view(1, -1), "fp8")[0] for part in parts]
-            terms[rank] = parts[rank]
-            found = ranks[rank][place][1]
-            torch.testing.assert_close(found, terms[0] + terms[1] + terms[2], rtol=0, atol=0, equal_nan=True)
+            terms[rank] = parts[rank].float()
+            found, total = ranks[rank][place][1], (terms[0] + terms[1] + terms[2]).to(dtype)
+            torch.testing.assert_close(found, total, rtol=0, atol=0, equal_nan=True)
             known = found.isfinite()
             assert known.sum() == (256 if (length, rank) == (384, 0) else length)
             exact = torch.stack(parts).double().sum(0)

@@ -12,9 +12,9 @@ from warm_ranks import WarmRanks
 from snip_megatron.runtime.run_data import load_run, read_events, read_metrics
 from snip_megatron.sensitivity.table import StatisticsTable
 
-ADOPTED = 14
+ADOPTED = 6
 SNIP = shlex.split(
-    "--snip --snip-estimator noise --snip-budget fp4=0.6 --snip-first-update 12 --snip-update-interval 100 --snip-lag 2"
+    "--snip --snip-estimator noise --snip-budget fp4=0.6 --snip-first-update 4 --snip-update-interval 100 --snip-lag 2"
     " --snip-wait 240 --snip-settings probe_tokens=64"
 )
 LAYOUTS = {
@@ -87,7 +87,7 @@ def test_a_map_whose_rise_was_predicted_too_low_is_solved_again(warm: WarmRanks,
     assert again["predicted_rise"] <= second["bound"] * (1 + 1e-6)
     (adopted,) = events_of(run, "adopt")
     assert adopted["measured_rise"] == min(again["measured_rise"], before["measured_rise"])
-    assert StatisticsTable.load(run / "stats" / "step_12.npz").meta["correction"] == rejected["correction"]
-    assert StatisticsTable.load(run / "stats" / "step_18.npz").meta["correction"] > 100.0
+    assert StatisticsTable.load(run / "stats" / "step_4.npz").meta["correction"] == rejected["correction"]
+    assert StatisticsTable.load(run / "stats" / "step_10.npz").meta["correction"] > 100.0
     update = load_run(run).updates[0]
     assert (update.version, update.adopted_step) == (1, adopted["step"])

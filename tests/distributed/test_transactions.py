@@ -1,20 +1,27 @@
 """An update that fails on one rank, in any of its parts: all ranks drop it, and training keeps its bits."""
 
 import json
+import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import differences, read_checkpoint
 from launch import error_lines, tiny_llama_args
-from test_probes import DROPOUT, LAYOUTS, printed_losses
 from warm_ranks import WarmRanks
 
+from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.models import Llama
+from snip_megatron.planner.updates import probe_passes
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import EXIT_UPDATE_BROKEN
 from snip_megatron.runtime.run_data import read_events
 
-FIRST, INTERVAL, LAG = 2, 4, 1
+# Dropout, so that a lost or shifted random state shows.
+DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+FIRST, INTERVAL, LAG = 2, 3, 1
 SNIP = shlex.split(
     "--snip --snip-estimator noise --snip-budget fp4=0 --snip-pin *=bf16 --snip-wait 120"
     f" --snip-settings probe_tokens=48 --snip-first-update {FIRST} --snip-update-interval {INTERVAL} --snip-lag {LAG}"
@@ -41,9 +48,28 @@ PLACES = {
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --bf16",
         [*PARTS, NOISE],
     ),
-    "expert-parallel": (*LAYOUTS["expert-parallel"], [PARTS[1], PARTS[3], PARTS[6], PARTS[7], NOISE]),
-    "distributed-optimizer": (*LAYOUTS["distributed-optimizer"], [PARTS[0], FORWARD, PARTS[8], PARTS[10]]),
+    # All that routers keep between forwards: jitter, biases, tokens counted for two of three auxiliary losses.
+    "expert-parallel": (
+        2,
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96"
+        " --moe-layer-freq [0,1,1,0] --moe-token-dispatcher-type alltoall --moe-input-jitter-eps 0.05"
+        " --moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-z-loss-coeff 0.001"
+        " --moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 0.01 0.01"
+        " --moe-expert-capacity-factor 1.25",
+        [PARTS[1], PARTS[3], PARTS[6], PARTS[7], NOISE],
+    ),
+    # Two microbatches on each rank: gradients are reduced after the last one.
+    "distributed-optimizer": (
+        2,
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size 1",
+        [PARTS[0], FORWARD, PARTS[8], PARTS[10]],
+    ),
 }
+
+
+def printed_losses(process: subprocess.CompletedProcess[str]) -> dict[int, str]:
+    """Step (from 1) → everything that Megatron prints of losses, auxiliary ones of experts included."""
+    return {int(s): text for s, text in re.findall(r"iteration +(\d+)/.*?\| (lm loss: .*?) \| loss sc", process.stdout)}
 
 
 def failing(warm: WarmRanks, tmp: Path, failures: list[Any], ranks: int, args: list[str], **more: str) -> Any:
@@ -55,6 +81,7 @@ def failing(warm: WarmRanks, tmp: Path, failures: list[Any], ranks: int, args: l
 def test_an_update_that_fails_anywhere_on_one_rank_is_dropped_and_tried_again(
     warm: WarmRanks, tmp_path: Path, place: str
 ) -> None:
+    """Bit by bit the training without SNIP: all that is printed, and all that the checkpoint holds."""
     ranks, layout, parts = PLACES[place]
     failures = [
         (FIRST + i * INTERVAL, 0 if part in ("submission", "forward_noise") else i % ranks, target, "RuntimeError")
@@ -83,6 +110,7 @@ def test_an_update_that_fails_anywhere_on_one_rank_is_dropped_and_tried_again(
     assert [e["step"] for e in events if e["event"] == "submit"] == [*submitted[:-1], end, submitted[-1]]
     assert all(f"the update of step {f[0]} is dropped: rank {f[1]} on " in failed.stdout for f in failures)
     assert printed_losses(failed) == printed_losses(plain)
+    assert len(printed_losses(plain)) == steps
     assert differences(*(read_checkpoint(tmp_path / name, steps) for name in ("plain", "saved"))) == []
 
 
@@ -95,6 +123,11 @@ def test_a_probe_without_memory_takes_half_of_its_sequences_next_time(warm: Warm
     assert [(e["step"], e["error"]) for e in events if e["event"] == "dropped"] == [(FIRST, "OutOfMemoryError")]
     probes = [(e["step"], e["tokens"]) for e in events if e["event"] == "probe" and e["kind"] == "statistics"]
     assert probes == [(FIRST + LAG, 2 * 64), (FIRST + INTERVAL, 2 * 64)]
+    # The passes are those that snip plan counts.
+    tiny = Llama("tiny", 4, 64, 192, 4, 2, 16, vocabulary=255, context=64).model(2)
+    planned = probe_passes(Layout(tiny, 1, 2, 1, 1, 64, 4, 4), SnipConfig(enabled=True, estimator="noise"))
+    probed = [e for e in events if e["event"] == "probe" and e["step"] == FIRST + LAG]
+    assert planned == {e["kind"]: e["passes"] for e in probed}
 
 
 def test_statistics_that_overflow_in_fp16_are_measured_again_a_lag_later(warm: WarmRanks, tmp_path: Path) -> None:
