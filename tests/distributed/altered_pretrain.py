@@ -31,7 +31,7 @@ from snip_megatron.megatron.startup import prepare
 from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.runtime import sidecar
 
-NAMED = ("frozen", "spikes", "low", "tight", "replicas", "sent", "captures", "trace", "crash")
+NAMED = ("frozen", "spikes", "low", "tight", "replicas", "sent", "trace", "crash")
 SUMMED = ((1, torch.float32), (130, torch.float32), (384, torch.float32), (2048, torch.float32), (130, torch.bfloat16))
 
 
@@ -322,67 +322,6 @@ def blackwell() -> None:
     validate.check_measurable = lambda config, backend: None  # it refuses a CPU
     setup.transformer_engine_gemms = gemms
     times.clock_for = lambda device: RateClock({Format.BF16: 1.0, Format.MXFP8: 1.6, Format.NVFP4: 2.4})
-
-
-def captures() -> None:
-    """Megatron's own helper of Transformer Engine's graphs, over graphs that run their layer's Python.
-
-    Rank 0 writes to <file> the layers of each capture, the linears that each graph holds, and the steps at which
-    one ran. A graph asserts that the formats of its linears are still those of its capture.
-    """
-    from megatron.core import tensor_parallel
-    from megatron.core.transformer import cuda_graphs as core
-    from megatron.core.transformer import transformer_layer
-
-    from snip_megatron.megatron import validate
-
-    calls: list[dict[str, Any]] = []
-    replayed: set[int] = set()
-
-    class Graph:
-        def __init__(self, layer: Any, args: Any, kwargs: Any) -> None:
-            self.layer, self.held, self.live = layer, {}, True
-            hooks = [each.register_forward_hook(self.hold) for each in layer.modules() if hasattr(each, "snip")]
-            outputs = layer(*args, **kwargs)
-            for hook in hooks:
-                hook.remove()
-            trained = [each for each in outputs if each is not None and each.requires_grad]
-            torch.autograd.backward(trained, [torch.ones_like(each) for each in trained])
-
-        def hold(self, module: Any, *_: Any) -> None:
-            self.held[module.snip] = module.snip.formats
-
-        def __call__(self, *args: Any, is_first_microbatch: bool, **kwargs: Any) -> Any:
-            assert self.live
-            assert all(linear.formats == formats for linear, formats in self.held.items())
-            replayed.update(linear.context.step for linear in self.held)
-            self.layer.cuda_graphs, graphs = [], self.layer.cuda_graphs
-            core._set_capture_start()
-            try:
-                return self.layer(*args, **kwargs | {"attention_mask": None})  # a replay masks nothing
-            finally:
-                core._set_capture_end()
-                self.layer.cuda_graphs = graphs
-
-        def reset(self) -> None:
-            self.live = False
-
-    def make(layers: Any, samples: Any, *, sample_kwargs: Any, **_: Any) -> tuple[Graph, ...]:
-        made = tuple(map(Graph, layers, samples, sample_kwargs))
-        held = [sorted(linear.name for linear in graph.held) for graph in made]
-        calls.append({"layers": [each.layer_number - 1 for each in layers], "held": held})
-        return made
-
-    if importlib.util.find_spec("transformer_engine") is None:  # a replay imports it, and takes nothing from it
-        for name in ("transformer_engine", "transformer_engine.pytorch"):
-            _install_module(name)
-    seed = tensor_parallel.model_parallel_cuda_manual_seed
-    tensor_parallel.model_parallel_cuda_manual_seed = lambda number, *_, **__: seed(number)  # states that CPUs have
-    core.HAVE_TE_GRAPHS, core.make_graphed_callables = True, make
-    core.is_te_min_version = transformer_layer.is_te_min_version = lambda *version: True
-    validate._check_graphs = lambda config, args: None
-    if os.environ["RANK"] == "0":
-        atexit.register(lambda: Path(os.environ["CAPTURES"]).write_text(json.dumps([calls, sorted(replayed)])))
 
 
 def crash() -> None:
