@@ -123,6 +123,7 @@ def test_tensor_parallel_ranks(by: str, train: Train) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
 
 
+@pytest.mark.matrix
 @by
 def test_nothing_is_launched_that_was_not_warmed_up(by: str, warm: WarmRanks, tmp_path: Path) -> None:
     if by == "megatron":
