@@ -68,26 +68,27 @@ def test_a_map_whose_rise_was_predicted_too_low_is_solved_again(warm: WarmRanks,
     """The better one of both solutions is adopted, and the next update is predicted with what was measured."""
     run, timings = tmp_path / "run", ("--snip-timings", str(write_timings(tmp_path / "timings.json")))
     wanted = ("--snip-formats", "bf16,fp4", "--snip-budget", "loss=0.002", "--snip-estimator", "fisher")
+    adopted_at, wanted = 14, (*wanted, "--snip-first-update", "12")
     # So many tokens, and so far from a minimum, that the rise is many times its error.
     tokens = ("--lr", "1e-2", "--micro-batch-size", "16", "--global-batch-size", "64", "--snip-probe-microbatches", "4")
     ranks, layout = LAYOUTS["TP2 PP2"]
     # Training ends while the next update is undecided.
-    more = ("--snip-dir", str(run), *tokens, "--snip-update-interval", "6", "--exit-interval", str(ADOPTED + 5))
-    args = tiny_llama_args(*SNIP, *wanted, *timings, *layout.split(), *more, iters=ADOPTED + 7)
+    more = ("--snip-dir", str(run), *tokens, "--snip-update-interval", "6", "--exit-interval", str(adopted_at + 5))
+    args = tiny_llama_args(*SNIP, *wanted, *timings, *layout.split(), *more, iters=adopted_at + 7)
     done = warm.succeed(ranks, args, module="altered_pretrain", env={"LOW": "1e-3"}, tmp=tmp_path)
     first, second = events_of(run, "rise")
     assert first["measured_rise"] - 2 * first["measured_error"] > first["bound"] > first["predicted_rise"]
     factor = first["measured_rise"] / first["predicted_rise"]
     (rejected,) = events_of(run, "rejected")
-    assert (rejected["step"], rejected["again"]) == (ADOPTED, 2)
+    assert (rejected["step"], rejected["again"]) == (adopted_at, 2)
     assert rejected["correction"] == pytest.approx(factor, rel=1e-3)
     assert f"solving again with predictions x {rejected['correction']:g}" in done.stdout
     again, before = second["candidates"]
-    assert (second["step"], before["predicted_rise"]) == (ADOPTED + 2, first["predicted_rise"])
+    assert (second["step"], before["predicted_rise"]) == (adopted_at + 2, first["predicted_rise"])
     assert again["predicted_rise"] <= second["bound"] * (1 + 1e-6)
     (adopted,) = events_of(run, "adopt")
     assert adopted["measured_rise"] == min(again["measured_rise"], before["measured_rise"])
-    assert StatisticsTable.load(run / "stats" / "step_4.npz").meta["correction"] == rejected["correction"]
-    assert StatisticsTable.load(run / "stats" / "step_10.npz").meta["correction"] > 100.0
+    assert StatisticsTable.load(run / "stats" / "step_12.npz").meta["correction"] == rejected["correction"]
+    assert StatisticsTable.load(run / "stats" / "step_18.npz").meta["correction"] > 100.0
     update = load_run(run).updates[0]
     assert (update.version, update.adopted_step) == (1, adopted["step"])
