@@ -66,9 +66,9 @@ def test_the_rise_is_the_difference_of_two_trainings_at_the_adoption(
 
 def test_a_map_whose_rise_was_predicted_too_low_is_solved_again(warm: WarmRanks, tmp_path: Path) -> None:
     """The better one of both solutions is adopted, and the next update is predicted with what was measured."""
-    run, timings = tmp_path / "run", ("--snip-timings", str(write_timings(tmp_path / "timings.json")))
+    run, adopted_at = tmp_path / "run", 14
+    timings = ("--snip-timings", str(write_timings(tmp_path / "timings.json")), "--snip-first-update", "12")
     wanted = ("--snip-formats", "bf16,fp4", "--snip-budget", "loss=0.002", "--snip-estimator", "fisher")
-    adopted_at, wanted = 14, (*wanted, "--snip-first-update", "12")
     # So many tokens, and so far from a minimum, that the rise is many times its error.
     tokens = ("--lr", "1e-2", "--micro-batch-size", "16", "--global-batch-size", "64", "--snip-probe-microbatches", "4")
     ranks, layout = LAYOUTS["TP2 PP2"]
