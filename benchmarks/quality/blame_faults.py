@@ -8,7 +8,7 @@ format. The package itself has no hook for any of this.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -163,7 +163,7 @@ def _noting(function: Callable[..., Any], is_forward: bool) -> Callable[..., Any
 
 
 def _running(site: Site) -> bool:
-    if not _now or not site.here or _now[-1].linear != site.linear:
+    if not _now or not site.here or not _now[-1].linear.startswith(site.linear):
         return False
     return site.expert is None or _now[-1].expert in (None, site.expert)
 
@@ -221,51 +221,41 @@ def _in_quantize(change: Callable[[torch.Tensor, Any, Callable[..., Any]], Any],
     return plant
 
 
-def _product(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any, change: Any) -> torch.Tensor:
-    if out is None:
-        return change(multiply(gemm, a, b, dtype))  # type: ignore[no-any-return]
-    return out.add_(change(multiply(gemm, a, b, dtype)).to(out.dtype))  # type: ignore[no-any-return]
+def _in_result(change: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
+    """Return what changes the products of a site in the job's own backend."""
+
+    def multiply_wrongly(
+        multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        y = change(multiply(gemm, a, b, dtype))
+        return y if out is None else out.add_(y.to(out.dtype))
+
+    return _in_multiply(multiply_wrongly)
 
 
-def _drop_rows(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any) -> torch.Tensor:
+def _drop_rows(y: torch.Tensor) -> torch.Tensor:
     """A kernel leaves out the last rows, which fill no whole tile."""
-
-    def change(y: torch.Tensor) -> torch.Tensor:
-        y[-max(1, len(y) % 128 or 16) :] = 0
-        return y
-
-    return _product(multiply, gemm, a, b, dtype, out, change)
+    y[-max(1, len(y) % 128 or 16) :] = 0
+    return y
 
 
-def _drop_columns(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any) -> torch.Tensor:
+def _repeat_columns(y: torch.Tensor) -> torch.Tensor:
     """A kernel repeats a block of columns where the next one should be."""
-
-    def change(y: torch.Tensor) -> torch.Tensor:
-        width = min(64, y.shape[1] // 2)
-        y[:, -width:] = y[:, -2 * width : -width].clone()
-        return y
-
-    return _product(multiply, gemm, a, b, dtype, out, change)
+    width = min(64, y.shape[1] // 2)
+    y[:, -width:] = y[:, -2 * width : -width].clone()
+    return y
 
 
-def _one_nan(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any) -> torch.Tensor:
+def _one_nan(y: torch.Tensor) -> torch.Tensor:
     """A kernel reads one number beyond its memory."""
-
-    def change(y: torch.Tensor) -> torch.Tensor:
-        y[len(y) // 2, y.shape[1] // 3] = torch.nan
-        return y
-
-    return _product(multiply, gemm, a, b, dtype, out, change)
+    y[len(y) // 2, y.shape[1] // 3] = torch.nan
+    return y
 
 
-def _halve_depth(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any) -> torch.Tensor:
+def _halve_depth(y: torch.Tensor) -> torch.Tensor:
     """A split along the reduction adds one of its parts twice, which makes some tiles of the result too large."""
-
-    def change(y: torch.Tensor) -> torch.Tensor:
-        y[:64, :64] *= 1.25
-        return y
-
-    return _product(multiply, gemm, a, b, dtype, out, change)
+    y[:64, :64] *= 1.25
+    return y
 
 
 def _overwrite(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype, out: Any) -> torch.Tensor:
@@ -273,17 +263,28 @@ def _overwrite(multiply: Product, gemm: Any, a: Any, b: Any, dtype: torch.dtype,
     return multiply(gemm, a, b, dtype, None if out is None else out.zero_())
 
 
-def _transposed_scale(x: torch.Tensor, spec: Any, quantize: Callable[..., Any]) -> Any:
-    """The scales of an operand are read in the order of columns instead of rows."""
+def _in_scales(change: Callable[[torch.Tensor], torch.Tensor], operand: str) -> Plant:
+    """Return what changes the scales of an operand of a site."""
 
-    def turned(operand: Any) -> Any:
-        scale = getattr(operand, "scale", None)
-        if scale is None or scale.dim() != 2 or 1 in scale.shape:
-            return operand
-        flat = scale.t().reshape(-1).view(scale.shape)
-        return operand._replace(scale=scale.clone().copy_(flat))
+    def quantize_wrongly(x: torch.Tensor, spec: Any, quantize: Callable[..., Any]) -> Any:
+        def changed(side: Any) -> Any:
+            scale = getattr(side, "scale", None)
+            return side if scale is None else side._replace(scale=change(scale.clone()))
 
-    return tuple(turned(operand) for operand in quantize(x, spec))
+        return tuple(changed(side) for side in quantize(x, spec))
+
+    return _in_quantize(quantize_wrongly, operand)
+
+
+def _transpose(scale: torch.Tensor) -> torch.Tensor:
+    """The scales of tiles are read in the order of columns instead of rows."""
+    return scale if scale.dim() != 2 or 1 in scale.shape else scale.copy_(scale.t().reshape(scale.shape))
+
+
+def _double_first(scale: torch.Tensor) -> torch.Tensor:
+    """One scale is off by a factor of two."""
+    scale[(0,) * scale.dim()] *= 2
+    return scale
 
 
 def _wrong_axis(x: torch.Tensor, spec: Any, quantize: Callable[..., Any]) -> Any:
@@ -297,59 +298,46 @@ def _wrong_axis(x: torch.Tensor, spec: Any, quantize: Callable[..., Any]) -> Any
     return tuple(sides)
 
 
-def _wrong_factor(x: torch.Tensor, spec: Any, quantize: Callable[..., Any]) -> Any:
-    """One scale is off by a factor of two."""
+def _in_weight_cache(change: Callable[[Site, torch.Tensor], None]) -> Plant:
+    """Return what lets the job's cache quantise weights of a site that were changed, and are as before afterwards."""
 
-    def doubled(operand: Any) -> Any:
-        scale = getattr(operand, "scale", None)
-        if scale is None:
-            return operand
-        scale = scale.clone()
-        scale[(0,) * scale.dim()] *= 2
-        return operand._replace(scale=scale)
+    def plant(site: Site) -> None:
+        from snip_megatron.layers.weights import WeightCache
 
-    return tuple(doubled(operand) for operand in quantize(x, spec))
+        get = WeightCache.get
+
+        def get_wrongly(
+            cache: Any, backend: Any, weights: Sequence[torch.Tensor], formats: Any, quantize: Callable[[], Any]
+        ) -> Any:
+            is_job = getattr(backend, "inner", backend) in _job_backends and {f.value for f in formats} != {"bf16"}
+            if not is_job or not _running(site):
+                return get(cache, backend, weights, formats, quantize)
+            before = [weight.detach().clone() for weight in weights]
+            for weight in weights:
+                change(site, weight.data)
+            pair = get(cache, backend, weights, formats, quantize)
+            for weight, values in zip(weights, before, strict=True):
+                weight.data.copy_(values)
+            return pair
+
+        WeightCache.get = get_wrongly  # type: ignore[method-assign]
+
+    return plant
 
 
-def _stale_weight(site: Site) -> None:
-    """The cache of quantised weights returns those of an earlier step: each number is a learning rate away."""
-    from snip_megatron.layers.weights import WeightCache
+def _step_back(site: Site, weight: torch.Tensor) -> None:
+    """A weight is that of an earlier step: each number is a learning rate away."""
+    generator = torch.Generator().manual_seed(site.seed)
+    signs = torch.randint(0, 2, weight.shape, generator=generator).to(weight.device) * 2 - 1
+    weight.add_(1e-3 * signs)
 
-    get = WeightCache.get
 
-    def stale(
-        cache: Any, backend: Any, weights: Sequence[torch.Tensor], formats: Any, quantize: Callable[[], Any]
-    ) -> Any:
-        inner = getattr(backend, "inner", backend)
-        if not _running(site) or inner not in _job_backends or {f.value for f in formats} == {"bf16"}:
-            return get(cache, backend, weights, formats, quantize)
-        current = [weight.detach().clone() for weight in weights]
-        generator = torch.Generator().manual_seed(site.seed)
-        for weight in weights:
-            signs = torch.randint(0, 2, weight.shape, generator=generator).to(weight.device) * 2 - 1
-            weight.data.add_(1e-3 * signs)
-        pair = get(cache, backend, weights, formats, quantize)
-        for weight, value in zip(weights, current, strict=True):
-            weight.data.copy_(value)
-        return pair
-
-    WeightCache.get = stale  # type: ignore[method-assign]
+def _take_neighbour(site: Site, weight: torch.Tensor) -> None:
+    """An expert multiplies the weight of its neighbour, for which other rows of its own stand."""
+    weight.copy_(weight.roll(1, 0))
 
 
 # -- further faults of the job's backend, which no limit was set on ----------------------------------------------------
-def _scales_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    """Return a quantisation whose scales are changed."""
-
-    def quantize_wrongly(x: torch.Tensor, spec: Any, quantize: Callable[..., Any]) -> Any:
-        def changed(operand: Any) -> Any:
-            scale = getattr(operand, "scale", None)
-            return operand if scale is None else operand._replace(scale=change(scale.clone()))
-
-        return tuple(changed(operand) for operand in quantize(x, spec))
-
-    return quantize_wrongly
-
-
 def _shift(scale: torch.Tensor) -> torch.Tensor:
     """The scales of tiles are read from one row further on."""
     return scale.roll(1, 0)
@@ -394,34 +382,12 @@ def _late_read() -> Callable[..., torch.Tensor]:
     return change
 
 
-def _swapped_experts(site: Site) -> None:
-    """An expert multiplies the quantised weight of its neighbour."""
-    from snip_megatron.layers.weights import WeightCache
-
-    get = WeightCache.get
-
-    def swapped(cache: Any, backend: Any, weights: Sequence[torch.Tensor], formats: Any, quantize: Any) -> Any:
-        expert = _now[-1].expert if _now and _now[-1].linear.startswith(site.linear) else None
-        if expert is None or getattr(backend, "inner", backend) not in _job_backends:
-            return get(cache, backend, weights, formats, quantize)
-        neighbour = {site.expert: 1, (site.expert or 0) + 1: 0}.get(expert)
-        if neighbour is None or len(weights) != 1 or {each.value for each in formats} == {"bf16"}:
-            return get(cache, backend, weights, formats, quantize)
-        current = weights[0].detach().clone()
-        weights[0].data.copy_(current.roll(1, 0))  # rows of another expert stand for it
-        pair = get(cache, backend, weights, formats, quantize)
-        weights[0].data.copy_(current)
-        return pair
-
-    WeightCache.get = swapped  # type: ignore[method-assign]
-
-
 def _stock_rows(site: Site) -> None:
     """Megatron's own product of a linear in bf16 leaves out the last rows."""
     from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication as Stock
 
     forward, chosen = Stock.forward, list[torch.Tensor]()
-    on_load(lambda named, model: chosen.append(named[f"{site.linear}.weight"]), main=False)
+    on_load(lambda loaded: chosen.append(loaded.parameters[f"{site.linear}.weight"]), main=False)
 
     def faulty(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
         y: torch.Tensor = forward(ctx, x, weight, *others)
@@ -432,37 +398,13 @@ def _stock_rows(site: Site) -> None:
     Stock.forward = staticmethod(faulty)
 
 
-def _transposed_shard(site: Site) -> None:
-    """A rank reads its shard of a weight in the order of columns."""
-
-    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
-        if site.here:
-            weight = named[f"{site.linear}.weight"].data
-            weight.copy_(weight.t().reshape(weight.shape).clone())
-
-    on_load(change, main=False)
-
-
-def _stale_norm(site: Site) -> None:
-    """The gathered weight of a norm is that of an earlier step."""
-
-    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
-        if site.here:
-            named[f"{site.linear}.weight"].data.mul_(0.97)
-
-    on_load(change, main=False)
-
-
 def _added_twice(site: Site) -> None:
     """The output of a row-parallel linear is summed over ranks twice."""
     runs = _while_module_runs(site)
 
-    def twice(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            work = collective(tensor, *arguments, **options)
-            return collective(tensor, *arguments, **options) if runs() else work
-
-        return reduce
+    def twice(collective: Callable[..., Any], tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        work = collective(tensor, *arguments, **options)
+        return collective(tensor, *arguments, **options) if runs() else work
 
     _replace_collective("all_reduce", twice)
 
@@ -475,11 +417,8 @@ def _broken_attention(site: Site) -> None:
         output[..., -(output.shape[-1] // 8) :] = 0
         return output
 
-    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
-        for chunk in model:
-            for name, module in chunk.named_modules():
-                if name.endswith("layers.1.self_attention.core_attention"):
-                    module.register_forward_hook(cut)
+    def change(loaded: Loaded) -> None:
+        loaded.modules["decoder.layers.1.self_attention.core_attention"].register_forward_hook(cut)
 
     on_load(change, main=False)
 
@@ -567,8 +506,15 @@ def _stale_amax(operand: str, factor: float) -> Plant:
 
 
 # -- faults of parameters --------------------------------------------------------------------------------------------
-def on_load(change: Callable[[Mapping[str, torch.nn.Parameter], Any], None], *, main: bool = True) -> None:
-    """Call ``change`` with the parameters by name when the checkpoint has been loaded.
+class Loaded(NamedTuple):
+    """Parameters and modules of the loaded model by name."""
+
+    parameters: Mapping[str, torch.nn.Parameter]
+    modules: Mapping[str, torch.nn.Module]
+
+
+def on_load(change: Callable[[Loaded], None], *, main: bool = True) -> None:
+    """Call ``change`` when the checkpoint has been loaded.
 
     With ``main`` the optimizer's parameters are set to the changed ones.
     """
@@ -576,20 +522,33 @@ def on_load(change: Callable[[Mapping[str, torch.nn.Parameter], Any], None], *, 
 
     load = training.load_checkpoint
 
+    def by_name[T](pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
+        return {name.removeprefix("module.").removeprefix("module."): each for name, each in pairs}
+
     def load_and_change(model: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
         result = load(model, optimizer, *arguments, **options)
-        named = {
-            name.removeprefix("module.").removeprefix("module."): parameter
-            for chunk in model
-            for name, parameter in chunk.named_parameters()
-        }
+        parameters = by_name(pair for chunk in model for pair in chunk.named_parameters())
+        modules = by_name(pair for chunk in model for pair in chunk.named_modules())
         with torch.no_grad():
-            change(named, model)
+            change(Loaded(parameters, modules))
         if main:
             optimizer.reload_model_params()
         return result
 
     training.load_checkpoint = load_and_change
+
+
+def _in_weight(change: Callable[[Site, torch.Tensor], Any], *, main: bool = False) -> Plant:
+    """Return what changes the weight of a site on its rank."""
+
+    def plant(site: Site) -> None:
+        def change_here(loaded: Loaded) -> None:
+            if site.here:
+                change(site, loaded.parameters[f"{site.linear}.weight"].data)
+
+        on_load(change_here, main=main)
+
+    return plant
 
 
 def _norm_of(linear: str) -> str:
@@ -598,18 +557,19 @@ def _norm_of(linear: str) -> str:
     return f"decoder.layers.{layer}.{norm}.weight"
 
 
-def _norm_and_weight(named: Mapping[str, torch.nn.Parameter], linear: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _norm_and_weight(loaded: Loaded, linear: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weight of the norm before a linear and that of the linear, of Megatron's or Transformer Engine's."""
-    norm = named.get(f"{linear}.layer_norm_weight")
-    return (named[_norm_of(linear)] if norm is None else norm).data, named[f"{linear}.weight"].data
+    parameters = loaded.parameters
+    norm = parameters.get(f"{linear}.layer_norm_weight")
+    return (parameters[_norm_of(linear)] if norm is None else norm).data, parameters[f"{linear}.weight"].data
 
 
 def _outlier_channel(exponent: int) -> Plant:
     """A channel of X is 2^exponent times as large, and its weights as much smaller: in bf16 the same function."""
 
     def plant(site: Site) -> None:
-        def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
-            norm, weight = _norm_and_weight(named, site.linear)
+        def change(loaded: Loaded) -> None:
+            norm, weight = _norm_and_weight(loaded, site.linear)
             channels = random.Random(site.seed).sample(range(len(norm)), max(2, len(norm) // 128))
             norm[channels] *= 2.0**exponent
             weight[:, channels] *= 2.0**-exponent
@@ -623,8 +583,8 @@ def _huge_tiles(exponent: int) -> Plant:
     """One weight in each block is huge, in a channel that the norm has switched off."""
 
     def plant(site: Site) -> None:
-        def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
-            norm, weight = _norm_and_weight(named, site.linear)
+        def change(loaded: Loaded) -> None:
+            norm, weight = _norm_and_weight(loaded, site.linear)
             generator = random.Random(site.seed)
             for first in range(0, len(norm), 128):
                 channel = min(first + generator.randrange(128), len(norm) - 1)
@@ -636,50 +596,40 @@ def _huge_tiles(exponent: int) -> Plant:
     return plant
 
 
-def _late_gather(site: Site) -> None:
+def _gather_late(site: Site, weight: torch.Tensor) -> None:
     """Part of a weight is that of the step before: the gather of parameters had not ended."""
-
-    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
-        if site.here:
-            weight = named[f"{site.linear}.weight"].data
-            part = weight[-len(weight) // 4 :]
-            generator = torch.Generator().manual_seed(site.seed)
-            signs = torch.randint(0, 2, part.shape, generator=generator).to(part.device) * 2 - 1
-            part.add_(1e-3 * signs)
-
-    on_load(change, main=False)
+    _step_back(site, weight[-len(weight) // 4 :])
 
 
-def _unequal_replicas(site: Site) -> None:
-    """A parameter that all ranks hold has drifted on one."""
-
-    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
-        if site.here:
-            name = site.linear if site.linear.endswith("layernorm") else f"{site.linear}"
-            named[f"{name}.weight"].data.mul_(1.25)
-
-    on_load(change)
+def _transpose_shard(site: Site, weight: torch.Tensor) -> None:
+    """A rank reads its shard of a weight in the order of columns."""
+    weight.copy_(weight.t().reshape(weight.shape).clone())
 
 
-def _scaled_weights(factor: float) -> Plant:
+_late_gather = _in_weight(_gather_late)
+_transposed_shard = _in_weight(_transpose_shard)
+_stale_norm = _in_weight(lambda site, weight: weight.mul_(0.97))
+"""The gathered weight of a norm is that of an earlier step."""
+_unequal_replicas = _in_weight(lambda site, weight: weight.mul_(1.25), main=True)
+"""A parameter that all ranks hold has drifted on one."""
+
+
+def _large_weights(site: Site) -> None:
     """The weights have grown under a learning rate that is too high: the loss is high in bf16 too."""
 
-    def plant(site: Site) -> None:
-        def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
-            for name, parameter in named.items():
-                if "linear" in name and parameter.dim() == 2:
-                    parameter.data.mul_(factor)
+    def change(loaded: Loaded) -> None:
+        for name, parameter in loaded.parameters.items():
+            if "linear" in name and parameter.dim() == 2:
+                parameter.data.mul_(2.0)
 
-        on_load(change)
-
-    return plant
+    on_load(change)
 
 
 def _broken_norm(site: Site) -> None:
     """A weight is NaN, so that bf16 is too."""
 
-    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
-        named["decoder.final_layernorm.weight"].data[7] = torch.nan
+    def change(loaded: Loaded) -> None:
+        loaded.parameters["decoder.final_layernorm.weight"].data[7] = torch.nan
 
     on_load(change)
 
@@ -713,86 +663,69 @@ def _while_module_runs(site: Site) -> Callable[[], bool]:
     def leave(*_: Any) -> None:
         inside[0] -= 1
 
-    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
-        for chunk in model:
-            for name, module in chunk.named_modules():
-                if name.removeprefix("module.").removeprefix("module.") == site.linear:
-                    module.register_forward_pre_hook(enter)
-                    module.register_forward_hook(leave)
+    def change(loaded: Loaded) -> None:
+        if site.linear in loaded.modules:
+            loaded.modules[site.linear].register_forward_pre_hook(enter)
+            loaded.modules[site.linear].register_forward_hook(leave)
 
     on_load(change, main=False)
     return lambda: inside[0] > 0
 
 
-def _replace_collective(name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _replace_collective(name: str, faulty: Callable[..., Any]) -> None:
+    """Let Megatron call ``faulty`` in place of a collective, which is its first argument."""
     from megatron.core.tensor_parallel import layers, mappings
 
-    faulty = wrapper(getattr(dist, name))
-    bound = {"all_gather_into_tensor": "dist_all_gather_func", "reduce_scatter_tensor": "dist_reduce_scatter_func"}
-    setattr(dist, name, faulty)
-    for module in (layers, mappings):
-        if name in bound:
-            setattr(module, bound[name], faulty)
+    replacement = partial(faulty, getattr(dist, name))
+    setattr(dist, name, replacement)
+    for module in (layers, mappings):  # which have names of their own
+        for alias in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+            if getattr(module, alias, None) is replacement.args[0]:
+                setattr(module, alias, replacement)
 
 
 def _lost_shard(site: Site, *, backward: bool = False) -> None:
     """A rank's part is missing in the sum of a row-parallel linear, or of a column-parallel one in the backward."""
     forward_runs = _while_module_runs(site)
 
-    def runs() -> bool:
-        return bool(_now and not _now[-1].is_forward and _running(site)) if backward else forward_runs()
+    def is_lost() -> bool:
+        backward_runs = bool(_now and not _now[-1].is_forward and _running(site))
+        return site.here and (backward_runs if backward else forward_runs())
 
-    def lost(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            if runs() and site.here:
-                tensor.zero_()
-            return collective(tensor, *arguments, **options)
+    def reduce(collective: Callable[..., Any], tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        return collective(tensor.zero_() if is_lost() else tensor, *arguments, **options)
 
-        return reduce
+    def scatter(
+        collective: Callable[..., Any], out: torch.Tensor, tensor: torch.Tensor, *arguments: Any, **options: Any
+    ) -> Any:
+        return collective(out, torch.zeros_like(tensor) if is_lost() else tensor, *arguments, **options)
 
-    def lost_scatter(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def reduce(out: torch.Tensor, tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            if runs() and site.here:
-                tensor = torch.zeros_like(tensor)
-            return collective(out, tensor, *arguments, **options)
-
-        return reduce
-
-    _replace_collective("all_reduce", lost)
-    _replace_collective("reduce_scatter_tensor", lost_scatter)
+    _replace_collective("all_reduce", reduce)
+    _replace_collective("reduce_scatter_tensor", scatter)
 
 
-def _lost_gradient(site: Site) -> None:
-    """The same in the backward of a column-parallel linear."""
-    _lost_shard(site, backward=True)
+_lost_gradient = partial(_lost_shard, backward=True)
 
 
 def _racing_gather(site: Site) -> None:
     """A GEMM reads the gathered tokens before those of the last rank have arrived."""
     runs = _while_module_runs(site)
 
-    def racing(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def gather(out: torch.Tensor, tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            work = collective(out, tensor, *arguments, **options)
-            if runs() and site.here:
-                if work is not None:
-                    work.wait()
-                out[-len(tensor) // 2 :] = 0
-            return work
+    def gather(
+        collective: Callable[..., Any], out: torch.Tensor, tensor: torch.Tensor, *arguments: Any, **options: Any
+    ) -> Any:
+        work = collective(out, tensor, *arguments, **options)
+        if runs() and site.here:
+            if work is not None:
+                work.wait()
+            out[-len(tensor) // 2 :] = 0
+        return work
 
-        return gather
-
-    _replace_collective("all_gather_into_tensor", racing)
+    _replace_collective("all_gather_into_tensor", gather)
 
 
 def _wrong_offset(site: Site) -> None:
     """The first row of an expert is given to the expert before it."""
-
-    def change(named: Mapping[str, torch.nn.Parameter], model: Any) -> None:
-        for chunk in model:
-            for name, module in chunk.named_modules():
-                if name.removeprefix("module.").removeprefix("module.") == site.linear:
-                    module.register_forward_pre_hook(shift)
 
     def shift(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         rows, counts, *others = arguments
@@ -804,7 +737,7 @@ def _wrong_offset(site: Site) -> None:
             counts[expert + 1] -= moved
         return rows, counts, *others
 
-    on_load(change, main=False)
+    on_load(lambda loaded: loaded.modules[site.linear].register_forward_pre_hook(shift), main=False)
 
 
 # -- the catalogue ---------------------------------------------------------------------------------------------------
@@ -891,18 +824,18 @@ class Catalogue:
 
     def _bugs(self) -> None:
         for _ in range(4):
-            self.add("stale-weight", BUG, self.site(), _stale_weight, gemms=("fprop", "dgrad"))
+            self.add("stale-weight", BUG, self.site(), _in_weight_cache(_step_back), gemms=("fprop", "dgrad"))
         for operand, gemms in (("x", ("fprop", "wgrad")), ("w", ("fprop", "dgrad")), ("g", ("dgrad", "wgrad"))):
-            self.add("transposed-scale", BUG, self.site(), _in_quantize(_transposed_scale, operand), gemms=gemms)
+            self.add("transposed-scale", BUG, self.site(), _in_scales(_transpose, operand), gemms=gemms)
             self.add("wrong-axis", BUG, self.site(), _in_quantize(_wrong_axis, operand), gemms=gemms)
-            self.add("wrong-scale", BUG, self.site(), _in_quantize(_wrong_factor, operand), gemms=gemms)
+            self.add("wrong-scale", BUG, self.site(), _in_scales(_double_first, operand), gemms=gemms)
         for gemm in GEMMS:
-            self.add("dropped-rows", BUG, self.site(gemm=gemm), _in_multiply(_drop_rows))
-            self.add("repeated-columns", BUG, self.site(gemm=gemm), _in_multiply(_drop_columns))
+            self.add("dropped-rows", BUG, self.site(gemm=gemm), _in_result(_drop_rows))
+            self.add("repeated-columns", BUG, self.site(gemm=gemm), _in_result(_repeat_columns))
         for gemm in ("fprop", "wgrad"):
-            self.add("one-nan", BUG, self.site(gemm=gemm), _in_multiply(_one_nan))
-        self.add("split-twice", BUG, self.site(gemm="fprop"), _in_multiply(_halve_depth), base="fp8_tensor")
-        self.add("split-twice", BUG, self.site(gemm="wgrad"), _in_multiply(_halve_depth))
+            self.add("one-nan", BUG, self.site(gemm=gemm), _in_result(_one_nan))
+        self.add("split-twice", BUG, self.site(gemm="fprop"), _in_result(_halve_depth), base="fp8_tensor")
+        self.add("split-twice", BUG, self.site(gemm="wgrad"), _in_result(_halve_depth))
         self.add("overwritten", BUG, self.site(gemm="wgrad"), _in_multiply(_overwrite), microbatches=2)
         self.add("late-gather", BUG, self.site(), _late_gather, gemms=())
 
@@ -915,7 +848,7 @@ class Catalogue:
             self.add("racing-gather", BUG, self.site(columns, rank=1), _racing_gather, layout="sp", gemms=())
         for layout in ("tp", "sp"):
             self.add("lost-gradient", BUG, self.site(columns, rank=1), _lost_gradient, layout=layout, gemms=("dgrad",))
-        self.add("rows-on-a-rank", BUG, self.site(gemm="fprop", rank=1), _in_multiply(_drop_rows), layout="tp")
+        self.add("rows-on-a-rank", BUG, self.site(gemm="fprop", rank=1), _in_result(_drop_rows), layout="tp")
         self.add("late-gather", BUG, self.site(rank=1), _late_gather, layout="tp", gemms=())
         site = self.site(columns, rank=1)
         norm = Site(_norm_of(site.linear).removesuffix(".weight"), rank=1, seed=site.seed)
@@ -950,15 +883,14 @@ class Catalogue:
             self.add("healthy-fp8_tensor", HEALTHY, None, None, base="fp8_tensor", layout=layout, step=10)
         anywhere = partial(Site, "decoder", seed=self._draw.randrange(2**31))
         self.add("noise-for-text", HEALTHY, anywhere(), _noise_for_text, gemms=())
-        self.add("large-weights", HEALTHY, anywhere(), _scaled_weights(2.0), gemms=())
+        self.add("large-weights", HEALTHY, anywhere(), _large_weights, gemms=())
         self.add("nan-in-bf16", HEALTHY, anywhere(), _broken_norm, gemms=())
 
     def _unseen(self, *, ranks: bool, experts: bool) -> None:
         x, w, g = ("fprop", "wgrad"), ("fprop", "dgrad"), ("dgrad", "wgrad")
         for operand, gemms in (("x", x), ("w", w)):
-            change = _scales_changed(_shift)
-            self.add("shifted-scale", BUG, self.site(), _in_quantize(change, operand), gemms=gemms)
-        self.add("nan-tile", BUG, self.site(), _in_quantize(_scales_changed(_nan_tile), "g"), gemms=g)
+            self.add("shifted-scale", BUG, self.site(), _in_scales(_shift, operand), gemms=gemms)
+        self.add("nan-tile", BUG, self.site(), _in_scales(_nan_tile, "g"), gemms=g)
         self.add("saturated", BUG, self.site(), _in_quantize(_saturated, "x"), gemms=x)
         self.add("truncated", BUG, self.site(), _in_quantize(_truncated, "w"), gemms=w)
         self.add("truncated", BUG, self.site(), _in_quantize(_truncated, "g"), gemms=g, base="fp8_tensor")
@@ -984,7 +916,8 @@ class Catalogue:
             name = f"decoder.layers.{layer}.mlp.experts"
             linears = (f"{name}.linear_fc1", f"{name}.linear_fc2")
             site = Site(name, expert=expert)
-            self.add("swapped-experts", BUG, site, _swapped_experts, layout="experts", gemms=w, linears=linears)
+            plant = _in_weight_cache(_take_neighbour)
+            self.add("swapped-experts", BUG, site, plant, layout="experts", gemms=w, linears=linears)
 
 
 def _pattern(site: Site) -> str:

@@ -91,13 +91,13 @@ def _blame(passes: Passes, place: Place, state: StateCheck) -> Blame:
     effects = RoundingEffects(job.formats_of, job.numerics, len(passes.registry.names), passes.host.device)
     timed_check, timed_effects = passes.until(_KERNELS_END, check), passes.until(_EFFECTS_END, effects)
     with state(check), job.watch(context, timed_check):
-        kernels = PassResult([], passes.gradients())
-    results = {"kernels": kernels._replace(losses=passes.losses())}
+        gradients = passes.gradients()
+    results = {"kernels": PassResult(passes.losses(), gradients)}
     if not (is_late := passes.is_late):
         with passes.forced(lambda _: ALL_BF16):
-            plain = PassResult(passes.losses(), [])
+            losses = passes.losses()
             with watched(context, timed_effects):
-                results["bf16"] = plain._replace(gradients=passes.gradients())
+                results["bf16"] = PassResult(losses, passes.gradients())
         is_late = passes.is_late
     if not is_late:
         with passes.forced(job.formats_of):

@@ -7,6 +7,7 @@ gradients are not compared between whole passes: after a few layers they depend 
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import Format, Formats, Gemm
@@ -36,15 +37,15 @@ class Suspects:
             for name, row in zip(names, table, strict=True)
             for gemm, effect in zip(Gemm, row, strict=True)
         }
-        of_gemm = {(name, gemm): formats.format_of(name, Gemm(gemm)) for name, gemm in effects}
-        errors = {key: _error(effects[key]) for key, fmt in of_gemm.items() if fmt is not Format.BF16}
+        format_of = {(name, gemm): formats.format_of(name, Gemm(gemm)) for name, gemm in effects}
+        errors = {key: _error(effects[key]) for key, fmt in format_of.items() if fmt is not Format.BF16}
         operands = {key: effects[key].mse / max(effects[key].count, 1.0) for key in errors}
-        self.harmed = outliers(errors, {key: of_gemm[key].bits for key in errors}, operands)
+        self.harmed = outliers(errors, {key: format_of[key].bits for key in errors}, operands)
         energy = {key: min(errors.get(key, 0.0), 1e3) ** 2 for key in effects}
         total = sum(energy.values()) or 1.0
         self.harm = tuple(
             Harm(
-                *key, of_gemm[key].value, energy[key] / total, sqnr.get((key[0], Gemm(key[1]))),
+                *key, format_of[key].value, energy[key] / total, sqnr.get((key[0], Gemm(key[1]))),
                 _finite(effect.mse / max(effect.count, 1.0)), _finite(effect.underflow / max(effect.count, 1.0)),
                 _finite(_rise_of(effect, passes)), min(errors.get(key, 0.0), 1e3),
             )
@@ -97,73 +98,82 @@ def find_culprits(
     passes: Passes, suspects: Suspects, plain: PassResult, rounded: PassResult, rise: Rise
 ) -> tuple[list[Culprit], list[Trial]]:
     """Return the suspects, the worst first, and the passes that confirmed them. Collective."""
-    by_loss = not rise.is_healthy
-    ranked = suspects.ranked(by_loss=by_loss)
-    trials: list[Trial] = []
-    known: dict[frozenset[Key], float] = {}
-
-    def explained(restored: Sequence[Harm]) -> float:
-        keys = _keys(restored)
-        if keys not in known and passes.is_late:
-            return 0.0
-        if keys not in known:
-            known[keys] = _share_of_rise(passes, keys, plain, rise)
-            trials.append(Trial(len(keys), known[keys]))
-        return known[keys]
-
-    if by_loss:
-        singles = {id(harm): explained([harm]) for harm in ranked[:SINGLES]}
-        ranked.sort(key=lambda harm: -singles.get(id(harm), -1.0))
-        chosen = smallest_set(ranked, explained)
-        if passes.is_late and known.get(_keys(chosen), 0.0) < EXPLAINED:  # some trials were left out
-            enough = [keys for keys, share in known.items() if share >= EXPLAINED]
-            smallest = min(enough, key=len, default=frozenset[Key]())
-            chosen = [harm for harm in ranked if (harm.linear, harm.gemm) in smallest]
-        shares = {
-            id(harm): explained([harm]) for harm in {id(h): h for h in [*ranked[:SINGLES], *chosen[:SINGLES]]}.values()
-        }
-        ranked.sort(key=lambda harm: (harm not in chosen, -shares.get(id(harm), -1.0)))
-    else:
+    ranked = suspects.ranked(by_loss=not rise.is_healthy)
+    if rise.is_healthy:
         total = sum(suspects.harmed.values()) or 1.0
-        shares = {id(harm): suspects.harmed.get((harm.linear, harm.gemm), 0.0) / total for harm in ranked}
-        chosen = [harm for harm in ranked if shares[id(harm)] > 0.0]
-        if not passes.is_late:
-            trials.append(_trial_of_gradients(passes, chosen, plain, rounded))
-    return [
+        shares = {harm: suspects.harmed.get((harm.linear, harm.gemm), 0.0) / total for harm in ranked}
+        confirmed = [harm for harm in ranked if shares[harm] > 0.0]
+        trials = [] if passes.is_late else [_trial_of_gradients(passes, confirmed, plain, rounded)]
+    else:
+        explained = _ExplainedRise(passes, plain, rise)
+        shares = {harm: explained([harm]) for harm in ranked[:SINGLES]}
+        ranked.sort(key=lambda harm: -shares.get(harm, -math.inf))
+        confirmed = smallest_set(ranked, explained)
+        if passes.is_late and explained.shares.get(frozenset(confirmed), 0.0) < EXPLAINED:  # passes were left out
+            enough = [restored for restored, share in explained.shares.items() if share >= EXPLAINED]
+            smallest = min(enough, key=len, default=frozenset[Harm]())
+            confirmed = [harm for harm in ranked if harm in smallest]
+        shares |= {harm: explained([harm]) for harm in confirmed[:SINGLES]}
+        ranked.sort(key=lambda harm: (harm not in confirmed, -shares.get(harm, -math.inf)))
+        trials = [Trial(len(restored), share) for restored, share in explained.shares.items()]
+    culprits = [
         Culprit(
             harm.linear, harm.gemm, None, None, harm.format, harm.loss_rise, harm.error, harm.share,
-            shares.get(id(harm)), harm in chosen,
+            shares.get(harm), harm in confirmed,
         )
         for harm in ranked
-    ], trials  # fmt: skip
+    ]  # fmt: skip
+    return culprits, trials
 
 
-def _keys(restored: Sequence[Harm]) -> frozenset[Key]:
-    return frozenset((harm.linear, harm.gemm) for harm in restored)
+class _ExplainedRise:
+    """Returns the share of the unhealthy rise of the loss that disappears if GEMMs run in bf16. Calls are collective.
 
+    Each set of GEMMs takes one pass. When no time is left for it, the share is 0.
 
-def _restored(passes: Passes, restored: frozenset[Key], handle: LinearHandle) -> Formats:
-    fprop, dgrad, wgrad = (
-        Format.BF16 if (handle.name, gemm.value) in restored else fmt
-        for gemm, fmt in zip(Gemm, passes.job.formats_of(handle), strict=True)
-    )
-    return fprop, dgrad, wgrad
+    Attributes:
+        shares: The sets so far.
+    """
 
+    def __init__(self, passes: Passes, plain: PassResult, rise: Rise) -> None:
+        self._passes, self._plain, self._rise = passes, plain, rise
+        self.shares: dict[frozenset[Harm], float] = {}
 
-def _share_of_rise(passes: Passes, restored: frozenset[Key], plain: PassResult, rise: Rise) -> float:
-    """Return the share of the unhealthy rise of the loss that disappears if these GEMMs run in bf16. Collective."""
-    with passes.forced(lambda handle: _restored(passes, restored, handle)):
-        rest = passes.rise(passes.losses(), plain.losses).mean
-    if not math.isfinite(rise.mean):
-        return float(math.isfinite(rest))
-    healthy = min(rise.healthy, rise.mean / 2)
-    return min(1.0, (rise.mean - rest) / (rise.mean - healthy))
+    def __call__(self, restored: Sequence[Harm]) -> float:
+        gemms = frozenset(restored)
+        if gemms not in self.shares and self._passes.is_late:
+            return 0.0
+        if gemms not in self.shares:
+            self.shares[gemms] = self._measure(restored)
+        return self.shares[gemms]
+
+    def _measure(self, restored: Sequence[Harm]) -> float:
+        passes, rise = self._passes, self._rise
+        with _restored(passes, restored):
+            rest = passes.rise(passes.losses(), self._plain.losses).mean
+        if not math.isfinite(rise.mean):
+            return float(math.isfinite(rest))
+        healthy = min(rise.healthy, rise.mean / 2)
+        return min(1.0, (rise.mean - rest) / (rise.mean - healthy))
 
 
 def _trial_of_gradients(passes: Passes, restored: Sequence[Harm], plain: PassResult, rounded: PassResult) -> Trial:
     """Return the share of the error of all gradients that disappears if these GEMMs run in bf16. Collective."""
-    keys = _keys(restored)
-    with passes.forced(lambda handle: _restored(passes, keys, handle)):
+    with _restored(passes, restored):
         rest = passes.gradient_error(passes.gradients(), plain.gradients)
     before = passes.gradient_error(rounded.gradients, plain.gradients)
-    return Trial(len(keys), 1.0 - rest / before if math.isfinite(rest) and 0.0 < before < math.inf else 0.0)
+    return Trial(len(restored), 1.0 - rest / before if math.isfinite(rest) and 0.0 < before < math.inf else 0.0)
+
+
+def _restored(passes: Passes, restored: Sequence[Harm]) -> AbstractContextManager[None]:
+    """Return a context in which these GEMMs run in bf16, and all others in the job's formats."""
+    keys = {(harm.linear, harm.gemm) for harm in restored}
+
+    def formats_of(handle: LinearHandle) -> Formats:
+        fprop, dgrad, wgrad = (
+            Format.BF16 if (handle.name, gemm.value) in keys else fmt
+            for gemm, fmt in zip(Gemm, passes.job.formats_of(handle), strict=True)
+        )
+        return fprop, dgrad, wgrad
+
+    return passes.forced(formats_of)

@@ -119,6 +119,17 @@ class LocalFault:
     tensors: dict[str, Any] = field(default_factory=dict)
 
 
+def _fault(
+    kind: str, handle: LinearHandle, gemm: Gemm, compared: Difference, bound: float, where: str, **others: Any
+) -> Fault:
+    """Return a fault of a linear, by default of this rank's."""
+    fields = {"rank": rank(), "library": "", "shape": ()} | others
+    return Fault(
+        kind, handle.name, gemm.value, handle.expert, host=socket.gethostname(), where=where, sqnr=compared.sqnr,
+        bound=bound, **fields,
+    )  # fmt: skip
+
+
 class KernelCheck:
     """Compares the products of the job's own kernels with the reference's. A :class:`Watcher`.
 
@@ -164,15 +175,12 @@ class KernelCheck:
         if lost is not None:
             self._note_sum(handle, gemm, call, lost, compared, bound)
             return
-        order = *self.order_of(handle, gemm, call), rank()
         (left, left_spec, _), (right, right_spec, axis) = operands
         shape = (*reference.shape, right.shape[axis])
-        fault = Fault(
-            "gemm", handle.name, gemm.value, handle.expert, rank(), socket.gethostname(), library, shape,
-            compared.where, compared.sqnr, bound,
-        )  # fmt: skip
+        fault = _fault("gemm", handle, gemm, compared, bound, compared.where, library=library, shape=shape)
         tensors = {"left": left, "right": right, "result": result, "reference": reference}
-        self.note(LocalFault(order, fault, tensors | {"formats": (str(left_spec.formats), str(right_spec.formats))}))
+        tensors |= {"formats": (str(left_spec.formats), str(right_spec.formats))}
+        self.note(LocalFault((*self.order_of(handle, gemm, call), rank()), fault, tensors))
 
     def on_gather(self, product: Product, x: Tensor) -> None:
         """Compare the tokens that a linear has gathered with another gather of them. Collective."""
@@ -180,12 +188,10 @@ class KernelCheck:
         compared = difference(expected, x, GATHERED)
         if compared is None or compared.sqnr >= GATHERED:
             return
-        fault = Fault(
-            "gather", handle.name, Gemm.FPROP.value, handle.expert, rank(), socket.gethostname(), "", (),
-            f"{compared.where} of the gathered input", compared.sqnr, GATHERED,
-        )  # fmt: skip
+        where = f"{compared.where} of the gathered input"
+        fault = _fault("gather", handle, Gemm.FPROP, compared, GATHERED, where)
         call = self._calls[handle.name, handle.expert, Gemm.FPROP]
-        self.note(LocalFault((call, 0, handle.state.position, -1), fault))
+        self.note(LocalFault((*self.order_of(handle, Gemm.FPROP, call), -1), fault))
 
     def on_sum(self, handle: LinearHandle, gemm: Gemm, result: Tensor) -> None:
         """Compare a sum over tensor parallel ranks [rows, columns] with that of their latest products. Collective.
@@ -214,10 +220,7 @@ class KernelCheck:
         if lost is not None:
             culprit = lost if handle.tp_group is None else dist.get_global_rank(handle.tp_group, lost)
             where = "the sum over tensor parallel ranks lacks the part of this rank"
-        fault = Fault(
-            "reduction", handle.name, gemm.value, handle.expert, culprit, socket.gethostname(), "", (), where,
-            compared.sqnr, bound,
-        )  # fmt: skip
+        fault = _fault("reduction", handle, gemm, compared, bound, where, rank=culprit)
         self.note(LocalFault((*self.order_of(handle, gemm, call), dist.get_world_size(), rank()), fault))
 
     def note(self, fault: LocalFault) -> None:
@@ -316,15 +319,13 @@ class RoundingEffects:
 
     def parts(self, keys: Sequence[tuple[str, str]]) -> list[dict[Part, float]]:
         """Return part → relative squared error of its result, for each linear and GEMM of ``keys``. Collective."""
-        every = objects_of_ranks([{part: row.tolist() for part, row in self._parts[key].items()} for key in keys])
-        sums: list[dict[Part, list[float]]] = [defaultdict(lambda: [0.0, 0.0]) for _ in keys]
-        for of_rank in every:
-            for total, of_key in zip(sums, of_rank, strict=True):
-                for part, (error, signal) in of_key.items():
-                    total[part] = [total[part][0] + error, total[part][1] + signal]
-        return [
-            {part: error / signal if signal else 0.0 for part, (error, signal) in of_key.items()} for of_key in sums
-        ]
+        local_parts = [{part: row.cpu() for part, row in self._parts[key].items()} for key in keys]
+        sums: list[dict[Part, Tensor]] = [defaultdict(lambda: torch.zeros(2, dtype=torch.float64)) for _ in keys]
+        for of_rank in objects_of_ranks(local_parts):
+            for total, parts in zip(sums, of_rank, strict=True):
+                for part, row in parts.items():
+                    total[part] = total[part] + row
+        return [{part: float(row[0] / row[1]) if row[1] else 0.0 for part, row in parts.items()} for parts in sums]
 
 
 def rank() -> int:
@@ -343,8 +344,8 @@ def objects_of_ranks[T](local: T) -> list[T]:
 
 def first_of_ranks(local: LocalFault | None) -> tuple[Fault | None, bool]:
     """Return the first fault in execution order of all ranks, and whether it is this rank's. Collective."""
-    every = objects_of_ranks(None if local is None else (local.order, local.fault))
-    present = [each for each in every if each is not None]
+    faults = objects_of_ranks(None if local is None else (local.order, local.fault))
+    present = [each for each in faults if each is not None]
     if not present:
         return None, False
     order, fault = min(present, key=lambda each: each[0])
