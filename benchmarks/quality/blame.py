@@ -138,14 +138,8 @@ class Bench:
         shape = MIXTURE if model == "mixture" else MODELS[model]
         return [
             *shape.arguments(setting.sequence),
-            *(
-                "--train-iters",
-                str(self._steps(model) * setting.batch // batch + 50),
-                "--lr",
-                str(setting.lr),
-                "--lr-warmup-iters",
-                "10",
-            ),
+            *("--train-iters", str(self._steps(model) * setting.batch // batch + 50)),
+            *("--lr", str(setting.lr), "--lr-warmup-iters", "10"),
             *("--micro-batch-size", str(micro), "--global-batch-size", str(batch), "--clip-grad", "1.0"),
             *("--train-data-path", f"{self.data}/train", "--valid-data-path", f"{self.data}/valid"),
             *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{self.data}/tokenizer"),
@@ -184,8 +178,8 @@ class Bench:
         common |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "WANDB_MODE": "offline"}
         processes = []
         for rank in range(ranks):
-            own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank if self.device == "cpu" else 0)}
-            processes.append(context.Process(target=_be_rank, args=(list(arguments), own, log, case)))
+            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank if self.device == "cpu" else 0)}
+            processes.append(context.Process(target=_be_rank, args=(list(arguments), environment, log, case)))
             with _forking:
                 processes[-1].start()
         deadline = time.monotonic() + 240 + 600 * (case is None)
@@ -202,11 +196,11 @@ class Bench:
 def names(model: str) -> list[str]:
     """Return the names of the linears of a model."""
     shape = MIXTURE if model == "mixture" else MODELS[model]
-    found = [f"decoder.layers.{layer}.{path}" for layer in range(shape.layers) for path in LINEARS]
+    linears = [f"decoder.layers.{layer}.{path}" for layer in range(shape.layers) for path in LINEARS]
     if model == "mixture":
         first = "decoder.layers.0."
-        found = [n if n.startswith(first) else n.replace(".mlp.linear", ".mlp.experts.linear") for n in found]
-    return found
+        linears = [n if n.startswith(first) else n.replace(".mlp.linear", ".mlp.experts.linear") for n in linears]
+    return linears
 
 
 def _free_port() -> int:
@@ -341,7 +335,7 @@ def _number(value: float) -> float:
 
 # -- judging -----------------------------------------------------------------------------------------------------------
 def judged(case: Case, blame: Mapping[str, Any], rankings: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Return what a case found, and whether it is right."""
+    """Return the verdict of a case, and whether it is right."""
     bug, culprits = blame.get("bug"), blame.get("culprits") or []
     blamed = [bug] if bug else culprits[:3]
     right = blame["verdict"] == case.verdict
@@ -414,7 +408,7 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-def chosen(cases: Sequence[Case], which: str | None, seed: int) -> list[Case]:
+def select(cases: Sequence[Case], which: str | None, seed: int) -> list[Case]:
     """Return the cases that ``--cases`` names: so many of each kind in turn, or those whose name has one of
     the texts in it, or whose verdict or layout it is.
 
@@ -450,7 +444,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
         del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
     catalogue = Catalogue(MODELS[options.model].layers, options.seed)
-    cases = chosen(catalogue.build(ranks=device == "cpu", experts=device == "cpu"), options.cases, options.seed)
+    cases = select(catalogue.build(ranks=device == "cpu", experts=device == "cpu"), options.cases, options.seed)
     if options.list:
         print("\n".join(f"{case.verdict:14s} {case.name}" for case in cases))
         return 0

@@ -118,8 +118,6 @@ def install() -> None:
     def select_and_note(*arguments: Any, **options: Any) -> Any:
         selection = select(*arguments, **options)
         if not torch.cuda.is_available():
-            from dataclasses import replace
-
             from snip_megatron.numerics.products.emulated import EmulatedBackend
             from snip_megatron.numerics.quantize.operands import quantize_exact
 
@@ -147,11 +145,8 @@ _changes: list[Callable[[Any], None]] = []
 
 def _noting(function: Callable[..., Any], is_forward: bool) -> Callable[..., Any]:
     def run(ctx: Any, *arguments: Any) -> Any:
-        call = (
-            next(each for each in arguments if hasattr(each, "has_backward") or hasattr(each, "linear"))
-            if (is_forward)
-            else ctx.call
-        )
+        calls = (each for each in arguments if hasattr(each, "has_backward") or hasattr(each, "linear"))
+        call = next(calls) if is_forward else ctx.call
         handle = getattr(call, "handle", None) or call.linear.handle
         _now.append(_Now(handle.name, handle.expert, is_forward))
         try:
@@ -386,12 +381,12 @@ def _stock_rows(site: Site) -> None:
     """Megatron's own product of a linear in bf16 leaves out the last rows."""
     from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication as Stock
 
-    forward, chosen = Stock.forward, list[torch.Tensor]()
-    on_load(lambda loaded: chosen.append(loaded.parameters[f"{site.linear}.weight"]), main=False)
+    forward, weights = Stock.forward, list[torch.Tensor]()
+    on_load(lambda loaded: weights.append(loaded.parameters[f"{site.linear}.weight"]), main=False)
 
     def faulty(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
         y: torch.Tensor = forward(ctx, x, weight, *others)
-        if chosen and weight is chosen[0]:
+        if weights and weight is weights[0]:
             y[-2:] = 0
         return y
 
@@ -926,12 +921,12 @@ def _pattern(site: Site) -> str:
 
 def choices(case: Case, names: Sequence[str]) -> dict[str, str]:
     """Return the map of a case: GEMM → format, for the linears of the model."""
-    chosen: dict[str, str] = {}
+    format_of: dict[str, str] = {}
     for key in _keys(names):
         for pattern, fmt in case.formats.items():
             if pattern in (ALL, key, key.rpartition(":")[0]):
-                chosen[key] = fmt
-    return chosen
+                format_of[key] = fmt
+    return format_of
 
 
 def _keys(names: Sequence[str]) -> Iterator[str]:

@@ -103,8 +103,8 @@ def run_blame(
     ``call`` is the first training step after loading, and ``step_of`` makes a host's step of it.
     """
     channel = MapChannel(registry.names, host.device)
-    chosen = on_rank_zero(lambda: str(args.snip_blame_folder or tempfile.mkdtemp(prefix="snip-blame-")))
-    folder = Path(channel.agree(chosen or ""))
+    path = on_rank_zero(lambda: str(args.snip_blame_folder or tempfile.mkdtemp(prefix="snip-blame-")))
+    folder = Path(channel.agree(path or ""))
     checkpoint = Checkpoint(str(args.load), call.step) if call.step else None
     remedies = RemedyWriter(config, args, registry.rows, getattr(args, "snip_host_recipe", None))
     weights = Weights(call.step, weights_digest(call.model))
@@ -204,10 +204,10 @@ def _readable(call: StepCall, count: int) -> StepCall:
 def _on_all_ranks(host: Host, make: Callable[[], StepCall]) -> StepCall | None:
     """Return the result of ``make``. None if it raises SnipError on a rank. Collective."""
     try:
-        made = make()
+        call: StepCall | None = make()
     except SnipError:
-        made = None
-    return None if is_true_on_any(made is None, host.device) else made
+        call = None
+    return None if is_true_on_any(call is None, host.device) else call
 
 
 def broken_weights(model: Sequence[torch.nn.Module]) -> str | None:

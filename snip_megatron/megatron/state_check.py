@@ -82,8 +82,7 @@ def _check_cast(optimizer: Any, name: str, parameter: torch.nn.Parameter, order:
     shape = parameter.shape if end - start == parameter.numel() else (end - start, 1)
     model_shard = parameter.detach().reshape(-1)[start:end].view(shape)
     main = main.detach().reshape(-1).to(model_shard.dtype).view(shape)
-    rows = shape[0]
-    compared = difference(main.reshape(rows, -1), model_shard.reshape(rows, -1), _CAST_BOUND)
+    compared = difference(main.reshape(shape[0], -1), model_shard.reshape(shape[0], -1), _CAST_BOUND)
     if compared is not None and compared.sqnr < _CAST_BOUND:
         figures = {"sqnr": compared.sqnr, "bound": _CAST_BOUND}
         _note(check, (_FIRST, 0, order), "parameter", name, f"{compared.where} are not the main parameter's", **figures)
@@ -97,15 +96,15 @@ def _check_replicas(
     is_expert = [not getattr(parameter, "allreduce", True) for _, parameter in parameters]
     sharded = [getattr(parameter, "tensor_model_parallel", False) for _, parameter in parameters]
     of_experts = groups.experts or groups
-    for group, chosen in (
+    for group, is_replica in (
         (groups.dp, [not expert for expert in is_expert]),
         (of_experts.dp, is_expert),
         (groups.tp, [not expert and not shard for expert, shard in zip(is_expert, sharded, strict=True)]),
     ):
-        if not dist.is_initialized() or dist.get_world_size(group) == 1 or not any(chosen):
+        if not dist.is_initialized() or dist.get_world_size(group) == 1 or not any(is_replica):
             continue
         for order, differs in enumerate(_differs(torch.stack(of_ranks(sums, group)), dist.get_rank(group))):
-            if differs and chosen[order]:
+            if differs and is_replica[order]:
                 where = "differs from other ranks' copies"
                 _note(check, (_FIRST, 1, order), "replica", parameters[order][0], where)
 
@@ -163,11 +162,11 @@ def _row_hooks(layer: Any, registry: LinearRegistry, check: KernelCheck) -> list
         if not routed:
             return
         counts = arguments[1]
-        found = [int(each) for each in (counts.tolist() if isinstance(counts, torch.Tensor) else counts)]
+        rows = [int(each) for each in (counts.tolist() if isinstance(counts, torch.Tensor) else counts)]
         expected = [int(routed[0][index]) for index in local]
-        if len(found) == len(expected) and found != expected:
-            first = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
-            where = f"expert {local[first]} gets {found[first]} rows, and the router chose it {expected[first]} times"
+        if len(rows) == len(expected) and rows != expected:
+            first = next(i for i, (a, b) in enumerate(zip(rows, expected, strict=True)) if a != b)
+            where = f"expert {local[first]} gets {rows[first]} rows, and the router chose it {expected[first]} times"
             _note(check, (0, 0, position - 1), "experts", name, where, expert=local[first])
 
     return [layer.router.register_forward_hook(choose), layer.experts.register_forward_pre_hook(compare)]

@@ -219,28 +219,27 @@ def is_true_on_any(flag: bool, device: torch.device, group: dist.ProcessGroup | 
     return bool(flags.item())
 
 
-class TimedWatcher:
+class TimedWatcher(Watcher):
     """Passes products to another watcher until ``end`` on the clock of a tensor parallel rank.
 
     The ranks of a group agree about each product, because comparing one is a collective of the group.
     """
 
     def __init__(self, watcher: Watcher, end: float) -> None:
-        self._watcher, self._end = watcher, end
-        self.formats_of, self.is_late = watcher.formats_of, False
+        super().__init__(watcher.formats_of)
+        self._watcher, self._end, self.is_late = watcher, end, False
 
     def on_result(self, product: Product, *others: Any) -> None:
         if not self._has_ended(product):
             self._watcher.on_result(product, *others)
 
     def on_gather(self, product: Product, x: torch.Tensor) -> None:
-        check = getattr(self._watcher, "on_gather", None)
-        if check is not None and not self._has_ended(product):
-            check(product, x)
-
-    def on_backward(self, product: Product, *others: Any) -> None:
         if not self._has_ended(product):
-            self._watcher.on_backward(product, *others)
+            self._watcher.on_gather(product, x)
+
+    def on_backward(self, product: Product, gradient: torch.Tensor) -> None:
+        if not self._has_ended(product):
+            self._watcher.on_backward(product, gradient)
 
     def _has_ended(self, product: Product) -> bool:
         self.is_late = self.is_late or time.monotonic() > self._end

@@ -3,8 +3,8 @@
 The reference shares nothing with the job's backends but torch's quantisers, so that a fault of theirs is not its own.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from snip_megatron.numerics.products.grouped import GroupLoop
 from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
 from snip_megatron.numerics.quantize.reference import fake_quantize
 from snip_megatron.precision import Format, Formats, Gemm
+
+FormatsOf = Callable[[LinearHandle], Formats]
 
 _all_gather = dist.all_gather  # what a job replaces later is not what checks it
 
@@ -165,14 +167,21 @@ def of_ranks(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     return parts
 
 
-class Watcher(Protocol):
-    """Receives the GEMMs of a pass."""
+class Watcher:
+    """Receives the GEMMs of a pass. It ignores those whose method a subclass leaves as it is.
 
-    def formats_of(self, handle: LinearHandle) -> Formats:
-        """Return the formats of the job."""
+    Attributes:
+        formats_of: Returns the formats of the job.
+    """
+
+    def __init__(self, formats_of: FormatsOf) -> None:
+        self.formats_of = formats_of
 
     def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
         """Compare a result. That of wgrad has been added to ``before``, if given."""
+
+    def on_gather(self, product: Product, x: Tensor) -> None:
+        """Compare the tokens that a linear has gathered. Collective of tensor parallel ranks."""
 
     def on_backward(self, product: Product, gradient: Tensor) -> None:
         """Note a finished backward, and the gradient [rows, K] that it returned for the input."""

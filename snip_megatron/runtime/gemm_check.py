@@ -7,7 +7,7 @@ first GEMM that differs is where a bug is, not where its effect first shows.
 import math
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
-from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm
-from snip_megatron.runtime.exact_products import ExactBackend, Product, of_ranks
+from snip_megatron.precision import ALL_BF16, Format, Gemm
+from snip_megatron.runtime.exact_products import ExactBackend, FormatsOf, Product, Watcher, of_ranks
 from snip_megatron.sensitivity.blame import Fault
 
 BOUND = {4: 29.0, 8: 32.0, 16: 40.0}
@@ -41,8 +41,6 @@ SUM = 30.0
 
 FLOOR = 1e-2
 """Rows and columns whose mean square is below this share of the matrix's are judged as if they had this share."""
-
-FormatsOf = Callable[[LinearHandle], Formats]
 
 
 @dataclass(frozen=True)
@@ -123,15 +121,15 @@ def _fault(
     kind: str, handle: LinearHandle, gemm: Gemm, compared: Difference, bound: float, where: str, **others: Any
 ) -> Fault:
     """Return a fault of a linear, by default of this rank's."""
-    fields = {"rank": rank(), "library": "", "shape": ()} | others
+    fields: dict[str, Any] = {"rank": rank(), "library": "", "shape": ()} | others
     return Fault(
         kind, handle.name, gemm.value, handle.expert, host=socket.gethostname(), where=where, sqnr=compared.sqnr,
         bound=bound, **fields,
     )  # fmt: skip
 
 
-class KernelCheck:
-    """Compares the products of the job's own kernels with the reference's. A :class:`Watcher`.
+class KernelCheck(Watcher):
+    """Compares the products of the job's own kernels with the reference's.
 
     Attributes:
         first: The first fault of this rank.
@@ -139,7 +137,8 @@ class KernelCheck:
     """
 
     def __init__(self, formats_of: FormatsOf, numerics: ExactBackend, bound: Mapping[int, float] = BOUND) -> None:
-        self.formats_of, self._numerics, self._bound = formats_of, numerics, bound
+        super().__init__(formats_of)
+        self._numerics, self._bound = numerics, bound
         self.first: LocalFault | None = None
         self.sqnr: dict[tuple[str, Gemm], float] = {}
         self._parts: dict[tuple[str, Gemm], Tensor] = {}  # of products that the job sums over ranks
@@ -178,7 +177,7 @@ class KernelCheck:
         (left, left_spec, _), (right, right_spec, axis) = operands
         shape = (*reference.shape, right.shape[axis])
         fault = _fault("gemm", handle, gemm, compared, bound, compared.where, library=library, shape=shape)
-        tensors = {"left": left, "right": right, "result": result, "reference": reference}
+        tensors: dict[str, Any] = {"left": left, "right": right, "result": result, "reference": reference}
         tensors |= {"formats": (str(left_spec.formats), str(right_spec.formats))}
         self.note(LocalFault((*self.order_of(handle, gemm, call), rank()), fault, tensors))
 
@@ -266,19 +265,17 @@ Part = tuple[int | None, int | None]
 """The expert and the tensor parallel rank of a part of a GEMM. None where there is one."""
 
 
-class RoundingEffects:
-    """Measures what the job's formats do to each GEMM, on the inputs of a bf16 pass. A :class:`Watcher`.
+class RoundingEffects(Watcher):
+    """Measures what the job's formats do to each GEMM, on the inputs of a bf16 pass.
 
     ``table`` has a row of :class:`Effect` for each GEMM of each linear of the model.
     """
 
     def __init__(self, formats_of: FormatsOf, numerics: ExactBackend, linears: int, device: torch.device) -> None:
-        self.formats_of, self._numerics = formats_of, numerics
+        super().__init__(formats_of)
+        self._numerics = numerics
         self.table = torch.zeros(linears, len(Gemm), len(COLUMNS), dtype=torch.float64, device=device)
         self._parts: dict[tuple[str, str], dict[Part, Tensor]] = defaultdict(dict)  # [error, signal] of this rank
-
-    def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
-        """Note nothing: a backward has the inputs of all three GEMMs."""
 
     def on_backward(self, product: Product, gradient: Tensor) -> None:
         """Add the effects of the three GEMMs of one microbatch."""
@@ -335,11 +332,11 @@ def rank() -> int:
 
 def objects_of_ranks[T](local: T) -> list[T]:
     """Return a picklable object of every rank. Collective."""
-    every = [local]
+    objects = [local]
     if dist.is_initialized():
-        every *= dist.get_world_size()
-        dist.all_gather_object(every, local)
-    return every
+        objects *= dist.get_world_size()
+        dist.all_gather_object(objects, local)
+    return objects
 
 
 def first_of_ranks(local: LocalFault | None) -> tuple[Fault | None, bool]:

@@ -55,9 +55,8 @@ class _WatchedBackend(GemmBackend):
         return result
 
     def forward(self, x: Tensor, w: Any, spec: OperandSpec) -> tuple[Tensor, FlatOperand | None]:
-        check = getattr(self.watcher, "on_gather", None)
-        if check is not None and self.running is not None and self.running.call.sequence_parallel:
-            check(self.running, matrix(x))
+        if self.running is not None and self.running.call.sequence_parallel:
+            self.watcher.on_gather(self.running, matrix(x))
         y, saved = self.inner.forward(x, w, spec)
         self._report(Gemm.FPROP, matrix(y))
         return y, saved

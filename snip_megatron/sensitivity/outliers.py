@@ -49,8 +49,8 @@ def outliers(
     harmed = {}
     for key, error in errors.items():
         peers = _peers(errors, bits, key)
-        known = sorted(operands[other] for other in peers if bits[other] == 8) if operands is not None else []
-        usual = known[len(known) // 2] if len(known) >= 3 else None
+        of_peers = sorted(operands[other] for other in peers if bits[other] == 8) if operands is not None else []
+        usual = of_peers[len(of_peers) // 2] if len(of_peers) >= 3 else None
         limit = _limit([errors[other] for other in peers], [bits[other] for other in peers])
         limit = min(LIMIT[bits[key]], max(limit, INDEPENDENT * math.sqrt(usual or 0.0)))
         if not error <= limit:
@@ -82,12 +82,13 @@ def _alone(errors: Mapping[int | None, float]) -> int | None:
 
 
 def _peers(errors: Mapping[Key, float], bits: Mapping[Key, int], key: Key) -> list[Key]:
-    kind = [other for other in errors if other[1] == key[1] and other != key]
-    peers = [other for other in kind if bits[other] == bits[key]]
-    return peers if len(peers) + 1 > RARE * (len(kind) + 1) else [o for o in kind if bits[o] != bits[key]]
+    """Return the GEMMs of the same kind with as many bits. Those with other bits if the format of ``key`` is rare."""
+    others = [other for other in errors if other[1] == key[1] and other != key]
+    peers = [other for other in others if bits[other] == bits[key]]
+    return peers if len(peers) + 1 > RARE * (len(others) + 1) else [o for o in others if bits[o] != bits[key]]
 
 
 def _limit(errors: Sequence[float], bits: Sequence[int]) -> float:
     """Return the largest error that is healthy beside those of the peers."""
-    known = sorted(error for error in errors if error < math.inf)
-    return max(RATIO * known[int(0.8 * len(known))], HEALTHY[max(bits)]) if len(known) >= 3 else math.inf
+    finite = sorted(error for error in errors if error < math.inf)
+    return max(RATIO * finite[int(0.8 * len(finite))], HEALTHY[max(bits)]) if len(finite) >= 3 else math.inf

@@ -28,12 +28,10 @@ def run(args: argparse.Namespace) -> int:
 def _command(path: Path) -> str:
     """Return the command that finds out what is to blame for the iteration at which a run went wrong."""
     facts = read_config(path)["facts"]
-    metrics, alarms = (
-        list(read_metrics(path)),
-        [e for e in read_events(path) if e["event"] == "guard" and "alarm_step" in e],
-    )
-    broken = [each["step"] for each in metrics if each.get("loss") is None]
-    steps = [event["alarm_step"] for event in alarms[-1:]] or broken[:1] or [each["step"] for each in metrics[-1:]]
+    metrics = list(read_metrics(path))
+    alarms = [event["alarm_step"] for event in read_events(path) if event["event"] == "guard" and "alarm_step" in event]
+    broken = [row["step"] for row in metrics if row.get("loss") is None]
+    steps = alarms[-1:] or broken[:1] or [row["step"] for row in metrics[-1:]]
     if not steps:
         raise SnipError(f"{path}: the run has trained no step")
     maps = {step: file for step, file in step_files(path, "maps").items() if step <= steps[0]}
