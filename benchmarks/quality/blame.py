@@ -338,8 +338,9 @@ def judged(case: Case, blame: Mapping[str, Any], rankings: Mapping[str, list[str
     """Return the verdict of a case, and whether it is right."""
     bug, culprits = blame.get("bug"), blame.get("culprits") or []
     blamed = [bug] if bug else culprits[:3]
-    right = blame["verdict"] == case.verdict
-    line: dict[str, Any] = {"found": blame["verdict"], "right": right, "blame_s": round(blame.get("seconds", 0.0), 2)}
+    verdict = blame["verdict"]
+    right = verdict not in (BUG, ROUNDING) if case.verdict == HEALTHY else verdict == case.verdict
+    line: dict[str, Any] = {"found": verdict, "right": right, "blame_s": round(blame.get("seconds", 0.0), 2)}
     if blamed:
         line["blamed"] = [_described(each) for each in blamed]
     if case.verdict == HEALTHY:

@@ -64,8 +64,9 @@ def test_a_culprit_may_be_among_three_and_not_first() -> None:
 
 def test_healthy_steps_count_beside_faults() -> None:
     case = Case("healthy", HEALTHY, None, {})
-    lines = [{"verdict": HEALTHY} | judged(case, blame(found), {}) for found in (HEALTHY, ROUNDING)]
+    lines = [{"verdict": HEALTHY} | judged(case, blame(verdict), {}) for verdict in (HEALTHY, "unfinished", ROUNDING)]
+    assert [line["right"] for line in lines] == [True, True, False]
     lines.append({"verdict": ROUNDING, "failed": "Error", "right": False})
     result = summary(lines)
-    assert (result["faults"], result["healthy"], result["healthy_blamed"], result["failed"]) == (1, 2, 1, 1)
+    assert (result["faults"], result["healthy"], result["healthy_blamed"], result["failed"]) == (1, 3, 1, 1)
     assert result["verdict_right"] == 0.0
