@@ -13,9 +13,7 @@ or was left out. Otherwise what the ranks said stands beside the result file, in
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import os
 import random
 import signal
 import statistics
@@ -30,10 +28,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/gpu")]
 
-from faults.campaign import NOT_REACHED, Job, LostError, curve_of, lines_of  # noqa: E402  adds tests/distributed
+from faults.campaign import NOT_REACHED, Job, LostError, curve_of, end_processes, lines_of  # noqa: E402  adds tests/distributed
 from faults.table import Case, all_cases, ends  # noqa: E402
 from forked_ranks import run_ranks  # noqa: E402
-from warm_ranks import WarmRanks  # noqa: E402
 
 from benchmarks.common import header, write  # noqa: E402
 from snip_megatron.runtime.run_data import read_events  # noqa: E402
@@ -61,7 +58,7 @@ Body = dict[str, Any]
 
 
 class GpuRanks:
-    """Runs jobs as :class:`WarmRanks` does, each rank on a GPU of its own."""
+    """Runs jobs as ``warm_ranks.WarmRanks`` does, each rank on a GPU of its own."""
 
     def run(
         self,
@@ -82,6 +79,12 @@ class GpuRanks:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def warm_ranks() -> Any:
+    from warm_ranks import WarmRanks  # needs plotly, which a machine with GPUs may lack
+
+    return WarmRanks()
 
 
 def draw_faults(steps: int, seed: int) -> dict[int, Case]:
@@ -118,9 +121,10 @@ def soak(
         lost = [str(error)]
     except KeyboardInterrupt:
         stopped = "by a signal"
-        end_processes(at)
+        for start in at.glob("*/"):
+            end_processes(start, 0.0)
     lost += [f"{cases[index]}: {why}" for index, why in job.lost.items() if why != NOT_REACHED]
-    trained = len(curve_of(at, "0."))
+    trained = len(curve_of(at, "start0")) // count
     if not lost and stopped is None and job.compared < steps:
         stopped = "by its time"
     kinds = [event["event"] for event in read_events(at / "run")] if (at / "run/events.jsonl").exists() else []
@@ -141,14 +145,6 @@ def soak(
         ],
         "resources": [flatness(lines_of(at, f"resources{rank}")) for rank in range(count)],
     }
-
-
-def end_processes(folder: Path) -> None:
-    """Kill the processes that work below a folder."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if (process / "cwd").readlink().is_relative_to(folder):
-                os.kill(int(process.name), signal.SIGKILL)
 
 
 def flatness(samples: Sequence[Mapping[str, int]]) -> Body:
@@ -202,7 +198,7 @@ def main() -> int:
     on_gpus = args.device == "cuda"
     layout = args.layout or ("tp2" if on_gpus else "tp2-pp2-dp2")
     extra = [*(ON_GPUS if on_gpus else "").split(), *args.arguments.split()]
-    ranks = GpuRanks() if on_gpus else WarmRanks()
+    ranks = GpuRanks() if on_gpus else warm_ranks()
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
         faults = draw_faults(args.steps, args.seed)
         result = soak(ranks, Path(folder).resolve(), layout, args.steps, faults, extra, args.timeout)

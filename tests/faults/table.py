@@ -7,30 +7,32 @@ calls it (:mod:`faults.trainer`). A case hits one rank once.
 import copy
 import dataclasses
 import errno
-import json
 import os
 import signal
-import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from snip_megatron.runtime.solving import SolveJob
+from snip_megatron.runtime import storage
+from snip_megatron.runtime.solving import SolveJob, solve_job
+
+NAN = float("nan")
 
 
 # -- NaN: what a call leaves behind or is given ------------------------------------------------------------------------
-def _nan_in_sums(genuine: Callable[..., Any], recorder: Any, *args: Any) -> Any:
+def _nan_in_sums(genuine: Callable[..., Any], recorder: Any, *args: Any) -> None:
     genuine(recorder, *args)
     name = next(iter(recorder.sums))
-    recorder.sums[name] = recorder.sums[name] * float("nan")
+    recorder.sums[name] = recorder.sums[name] * NAN
 
 
-def _nan_in_weight_divergence(genuine: Callable[..., Any], errors: Any, partial: Any, *args: Any) -> Any:
+def _nan_in_weight_divergence(genuine: Callable[..., Any], errors: Any, partial: Any, *args: Any) -> None:
     genuine(errors, partial, *args)
-    partial.arrays["linear.g2"].flat[0] = float("nan")
+    partial.arrays["linear.g2"].flat[0] = NAN
 
 
 def _inf_before_reduction(genuine: Callable[..., Any], table: Any, *args: Any) -> Any:
@@ -39,15 +41,20 @@ def _inf_before_reduction(genuine: Callable[..., Any], table: Any, *args: Any) -
 
 
 def _nan_in_losses(genuine: Callable[..., Any], step: Any) -> Any:
-    return [(loss * float("nan"), weight) for loss, weight in genuine(step)]
+    return [(loss * NAN, weight) for loss, weight in genuine(step)]
+
+
+def _nan_in_job(genuine: Callable[..., Any], job: SolveJob) -> Any:
+    job = dataclasses.replace(job, table=copy.deepcopy(job.table))
+    job.table.arrays["linear.g2"].flat[0] = NAN
+    return genuine(job)
 
 
 def _nan_in_answer(genuine: Callable[..., Any], coordinator: Any, step: int, result: Any) -> Any:
-    spoilt = tuple(
-        dataclasses.replace(each, precision_map=dataclasses.replace(each.precision_map, objective=float("nan")))
-        for each in result.candidates
-    )
-    return genuine(coordinator, step, dataclasses.replace(result, candidates=spoilt))
+    def spoilt(each: Any) -> Any:
+        return dataclasses.replace(each, precision_map=dataclasses.replace(each.precision_map, objective=NAN))
+
+    return genuine(coordinator, step, dataclasses.replace(result, candidates=tuple(map(spoilt, result.candidates))))
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,8 @@ class Moment:
 
 
 _PROBE, _RECORDER = "snip_megatron.runtime.probe:", "snip_megatron.sensitivity.recorder:LinearRecorder."
-_COORDINATOR, _CONTROLLER = (
-    "snip_megatron.runtime.coordinator:RankZeroCoordinator.", "snip_megatron.runtime.controller:Controller.",
-)  # fmt: skip
+_COORDINATOR = "snip_megatron.runtime.coordinator:RankZeroCoordinator."
+_CONTROLLER = "snip_megatron.runtime.controller:Controller."
 MOMENTS = {
     "memory check": Moment(f"{_PROBE}ProbeRunner.check_memory"),
     "preparation": Moment(f"{_PROBE}ProbeRunner.prepare"),
@@ -80,7 +86,7 @@ MOMENTS = {
     "noise": Moment(f"{_RECORDER}_compare", nan=_nan_in_sums),
     "reduction": Moment("snip_megatron.sensitivity.reduction:PartialTable.pack", nan=_inf_before_reduction),
     "submission": Moment(f"{_COORDINATOR}submit", rank=0),
-    "solving": Moment(f"{_COORDINATOR}decision", rank=0),
+    "solving": Moment(f"{_COORDINATOR}decision", rank=0, nan=_nan_in_job),
     "answer": Moment(f"{_COORDINATOR}_receive", rank=0, nan=_nan_in_answer),
     "rise": Moment("snip_megatron.megatron.host:MegatronStep.losses", nan=_nan_in_losses),
     "decision": Moment(f"{_CONTROLLER}_decide"),
@@ -93,70 +99,71 @@ MOMENTS = {
 """All moments but the capture of CUDA graphs, which needs a GPU."""
 
 
-# -- faults --------------------------------------------------------------------------------------------------------
-def _error(kind: str, moment: str) -> Exception:
+# -- faults: a function of the rank (or of the solver process) and the moment ------------------------------------------
+def _exception(rank: Any, moment: str) -> None:
+    raise OSError(errno.EIO, "injected") if moment == "record" else RuntimeError("injected")
+
+
+def _out_of_memory(rank: Any, moment: str) -> None:
     import torch
 
-    if moment == "record":  # in the thread that writes files
-        return MemoryError("injected") if kind == "out of memory" else OSError(errno.EIO, "injected")
-    return torch.OutOfMemoryError("injected") if kind == "out of memory" else RuntimeError("injected")
+    raise MemoryError("injected") if moment in ("record", "solving") else torch.OutOfMemoryError("injected")
 
 
-def _break_disk(rank: Any, fails: Callable[[str], None]) -> None:
-    """Call ``fails`` before anything is written into the run directory, until the next update."""
-    folder, genuine = (
-        str(rank.folder / "run") + os.sep,
-        {name: getattr(os, name) for name in ("open", "write", "replace")},
-    )
+def _break_disk(rank: Any, fail: Callable[[], None]) -> None:
+    """Call ``fail`` before a file of the run directory is written, until the next update."""
 
-    def check(path: Any) -> None:
-        if isinstance(path, str | os.PathLike) and os.path.abspath(path).startswith(folder):
-            fails(str(path))
+    def broken(name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            fail()
+            return getattr(os, name)(*args)
 
-    def open_file(path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
-        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            check(path)
-        return genuine["open"](path, flags, *args, **kwargs)
+        return call
 
-    def write(descriptor: int, data: bytes) -> Any:
-        check(os.readlink(f"/proc/self/fd/{descriptor}"))
-        return genuine["write"](descriptor, data)
+    def mend() -> None:
+        storage.os = os
+        rank.write_records()  # the next fault finds no records that wait for another try
 
-    def rename(source: Any, target: Any, **kwargs: Any) -> None:
-        check(target)
-        genuine["replace"](source, target, **kwargs)
-
-    os.open, os.write, os.replace = open_file, write, rename  # type: ignore[assignment]
-    rank.undo.append(rank.write_records)  # called last: the next fault finds no records that wait for another try
-    rank.undo.append(lambda: [setattr(os, name, function) for name, function in genuine.items()])
+    storage.os = SimpleNamespace(**vars(os) | {name: broken(name) for name in ("open", "replace")})
+    rank.undo.append(mend)
 
 
-def _disk_full(rank: Any) -> None:
-    def fails(path: str) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+def _disk_full(rank: Any, moment: str) -> None:
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    _break_disk(rank, fails)
+    _break_disk(rank, fail)
 
 
-def _disk_stalled(rank: Any) -> None:
+def _disk_stalled(rank: Any, moment: str) -> None:
     end, healed = time.monotonic() + rank.delay, threading.Event()
-    _break_disk(rank, lambda path: bool(healed.wait(max(0.0, end - time.monotonic()))) and None)
+    _break_disk(rank, lambda: bool(healed.wait(max(0.0, end - time.monotonic()))) and None)
     rank.undo.append(healed.set)
 
 
-ON_RANK: dict[str, Callable[[Any], None]] = {
-    "delay": lambda rank: time.sleep(rank.delay),
-    "solver killed": lambda rank: rank.kill_solver(),
-    "rank killed": lambda rank: os.kill(os.getpid(), signal.SIGKILL),
+def _garbage(rank: Any, moment: str) -> None:
+    """Write what is no answer into the pipe that the function ``solving.main`` has."""
+    frames = (frame.f_locals for frame, _ in traceback.walk_stack(None))
+    answers = next(names["answers"] for names in frames if "answers" in names)
+    answers.write(b"\x80\x05garbage.")
+    answers.flush()
+
+
+FAULTS: dict[str, Callable[[Any, str], None]] = {
+    "exception": _exception,
+    "out of memory": _out_of_memory,
+    "NaN": lambda rank, moment: None,  # of each moment its own
+    "delay": lambda rank, moment: time.sleep(rank.delay),
+    "solver killed": lambda rank, moment: rank.kill_solver(),
+    "rank killed": lambda rank, moment: os.kill(os.getpid(), signal.SIGKILL),
     "disk full": _disk_full,
     "disk stalled": _disk_stalled,
-    "SIGTERM": lambda rank: os.kill(os.getpid(), signal.SIGTERM),
+    "SIGTERM": lambda rank, moment: os.kill(os.getpid(), signal.SIGTERM),
+    "garbage": _garbage,
 }
-"""Faults that happen before the function of the moment is called."""
 ON_RANK_ZERO = ("solver killed", "disk full", "disk stalled")
 IN_SOLVER = ("exception", "out of memory", "NaN", "delay", "solver killed", "garbage")
-"""Faults that the solver process injects into itself while it solves."""
-FAULTS = ("exception", "out of memory", "NaN", *ON_RANK, "garbage")
+"""Faults that hit the solver process while it solves, and not the rank that waits for it."""
 ENDS = ("exception", "out of memory", "rank killed", "SIGTERM")
 """Faults that may end a job."""
 
@@ -173,20 +180,18 @@ class Case(NamedTuple):
 
     def inject(self, rank: Any, genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Break the call of the moment, or what is around it."""
-        if self.fault in ("exception", "out of memory"):
-            raise _error(self.fault, self.moment)
         nan = MOMENTS[self.moment].nan
         if self.fault == "NaN" and nan is not None:
             return nan(genuine, *args, **kwargs)
-        ON_RANK[self.fault](rank)
+        FAULTS[self.fault](rank, self.moment)
         return genuine(*args, **kwargs)
 
 
 def all_cases() -> list[Case]:
     """Return every case, neighbours at different moments."""
     cases = [Case(moment, fault) for fault in FAULTS for moment in MOMENTS]
-    spoils = {"NaN": lambda moment: MOMENTS[moment].nan is not None, "garbage": lambda moment: False}
-    return [case for case in cases if case.moment == "solving" or spoils.get(case.fault, bool)(case.moment)]
+    spoils = {"NaN": lambda moment: MOMENTS[moment].nan is not None, "garbage": lambda moment: moment == "solving"}
+    return [case for case in cases if spoils.get(case.fault, bool)(case.moment)]
 
 
 def ends(case: Case) -> bool:
@@ -196,39 +201,20 @@ def ends(case: Case) -> bool:
     return always or by_error
 
 
-def _answer_garbage() -> None:
-    frame = sys._getframe()
-    while "answers" not in frame.f_locals:  # those of solving.main
-        assert frame.f_back is not None
-        frame = frame.f_back
-    frame.f_locals["answers"].write(b"\x80\x05garbage.")
-    frame.f_locals["answers"].flush()
-
-
 # -- in the solver process -----------------------------------------------------------------------------------------
-def solve(job: SolveJob) -> Any:
-    """The solver of a training with faults: the real answer, after the fault of this update."""
-    from snip_megatron.runtime.solving import solve_job
+class Solver(NamedTuple):
+    """The solver process as a fault sees it."""
 
-    folder = Path(os.environ["FAULTS"])
-    current, injected = json.loads((folder / "current.json").read_text()), folder / "injectedsolver.jsonl"
-    done = [json.loads(line)["index"] for line in injected.open()] if injected.exists() else []
-    if current["moment"] != "solving" or current["index"] in done:
-        return solve_job(job)
-    if current["fault"] not in IN_SOLVER:  # one that hits a rank, while this process is busy
-        time.sleep(1.0)
-        return solve_job(job)
-    with injected.open("a") as file:
-        file.write(json.dumps({"index": current["index"], "step": job.table.step, "time": time.time()}) + "\n")
-    if current["fault"] == "delay":
-        time.sleep(current["delay"])
-    elif current["fault"] == "solver killed":
+    delay: float
+
+    def kill_solver(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
-    elif current["fault"] == "garbage":
-        _answer_garbage()
-    elif current["fault"] == "NaN":
-        job = dataclasses.replace(job, table=copy.deepcopy(job.table))
-        job.table.arrays["linear.g2"].flat[0] = float("nan")
-    else:
-        raise MemoryError("injected") if current["fault"] == "out of memory" else ZeroDivisionError("injected")
+
+
+def solve(job: SolveJob) -> Any:
+    """The solver of a training with faults: the real answer, after the fault that the rank has added to the job."""
+    case, delay = vars(job).get("fault", (None, 0.0))
+    if case is not None and case.fault in IN_SOLVER:
+        return case.inject(Solver(delay), solve_job, job)
+    time.sleep(0.0 if case is None else 1.0)  # busy while a fault hits a rank
     return solve_job(job)

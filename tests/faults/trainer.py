@@ -3,7 +3,7 @@
 The plan has ``cases`` ([moment, fault, step] each), ``delay``, and ``first`` and ``interval`` of updates. Each update
 takes the next case that has not been injected, in this process or in one before it, if its step has come: several
 processes one after the other, each resumed from the checkpoint of the last, go through the cases. Each rank leaves
-``trace<start>-<rank>.jsonl`` there: loss and gradient norm of each step as float.hex(), and the map's codes;
+``trace-$START-<rank>.jsonl`` there: loss and gradient norm of each step as float.hex(), and the map's codes;
 ``injected<rank>.jsonl``; and with ``sample_every`` ``resources<rank>.jsonl``, what the process holds every so many
 steps. At the time ``until`` the training ends at its next step, as after a SIGTERM.
 """
@@ -21,83 +21,66 @@ from typing import Any
 
 from faults.table import IN_SOLVER, MOMENTS, Case
 
-_write, _open = os.write, os.open  # the record must survive the faults
-
-
-class Lines:
-    """A file of JSON lines, one write a line, so that a SIGKILL loses none."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-    def add(self, **fields: Any) -> None:
-        _write(self._descriptor, (json.dumps(fields) + "\n").encode())
-
 
 class Rank:
-    """This rank as a fault sees it."""
+    """This rank as a fault sees it.
+
+    Attributes:
+        case: The case of this update, until it is injected, and its place in the plan.
+        undo: What ends the effects of the latest fault.
+    """
 
     def __init__(self, folder: Path, number: int, world: int) -> None:
-        self.plan = plan = json.loads((folder / "plan.json").read_text())
-        self.folder, self.number, self.world, self.delay = folder, number, world, plan["delay"]
-        self.undo: list[Callable[[], Any]] = []  # before the next update
+        self.plan = json.loads((folder / "plan.json").read_text())
+        self.folder, self.number, self.world, self.delay = folder, number, world, self.plan["delay"]
+        self.undo: list[Callable[[], Any]] = []
         self.controller: Any = None
         self.step = -1
+        self.case: tuple[int, Case] | None = None
         done = {json.loads(line)["index"] for path in folder.glob("injected*.jsonl") for line in path.open()}
-        self._cases = [(i, Case(*each)) for i, (*each, _) in enumerate(plan["cases"]) if i not in done]
-        self._case: tuple[int, Case] | None = None
-        self._injected = Lines(folder / f"injected{number}.jsonl")
-        self._leaving = False
-        self._take_next() if self._cases and self._cases[0][1].moment == "start" else self._tell()
+        self._cases = [(i, Case(*each), step) for i, (*each, step) in enumerate(self.plan["cases"]) if i not in done]
+        if self._cases and self._cases[0][1].moment == "start":
+            self.case = self._cases.pop(0)[:2]
 
     def begin_update(self, step: int) -> None:
         """End the effects of the latest fault, and take the next case. Leave for one that needs a start or an end."""
-        self.settle()
-        self._case = None
-        if self._cases and not self._leaving and step >= self.plan["cases"][self._cases[0][0]][2]:
-            moment = self._cases[0][1].moment
-            if moment != "start":
-                self._take_next()
-            if moment in ("start", "end"):
-                self._leaving = True
-                if self.number == 0:
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-    def _take_next(self) -> None:
-        self._case = self._cases.pop(0)
-        self._tell()
-
-    def _tell(self) -> None:
-        """Tell the solver process."""
-        if self.number == 0:
-            index, case = self._case or (-1, Case("", ""))
-            fields = {"index": index, "moment": case.moment, "fault": case.fault, "delay": self.delay}
-            part = self.folder / "current.part"
-            part.write_text(json.dumps(fields))
-            part.replace(self.folder / "current.json")
-
-    def take(self, moment: str) -> Case | None:
-        """Return the fault that hits this rank now, at its first call of the moment."""
-        if self._case is None or self._case[1].moment != moment or self._case[1].rank(self.world) != self.number:
-            return None
-        index, case = self._case
-        if moment == "solving" and case.fault in IN_SOLVER:
-            return None
-        self._case = None
-        self._injected.add(index=index, step=self.step, time=time.time())
-        return case
-
-    def settle(self) -> None:
-        """End the effects of the latest fault."""
         while self.undo:
             self.undo.pop()()
+        self.case = None
+        if self._cases and step >= self._cases[0][2]:
+            moment = self._cases[0][1].moment
+            if moment != "start":
+                self.case = self._cases.pop(0)[:2]
+            if moment in ("start", "end"):
+                self._cases = []  # for the next process
+                self.leave()
+
+    def leave(self) -> None:
+        """Let all ranks leave the training after this step."""
+        if self.number == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def take(self, moment: str, *, in_solver: bool = False) -> Case | None:
+        """Return the fault that hits this rank now, at its first call of the moment, or the solver process."""
+        if self.case is None or self.case[1].moment != moment or self.case[1].rank(self.world) != self.number:
+            return None
+        index, case = self.case
+        if moment == "solving" and (case.fault in IN_SOLVER) != in_solver:
+            return None
+        self.case = None
+        self.add("injected", index=index, step=self.step, time=time.time())
+        return case
+
+    def add(self, name: str, **fields: Any) -> None:
+        """Append a line to a file of this rank. A SIGKILL later on does not lose it."""
+        with (self.folder / f"{name}{self.number}.jsonl").open("a") as file:
+            file.write(json.dumps(fields) + "\n")
 
     def write_records(self) -> None:
         self.controller._coordinator._run.writer.flush()
 
     def kill_solver(self) -> None:
-        pid = self.controller._coordinator._sidecar.pid
-        if pid is not None:
+        if (pid := self.controller._coordinator._sidecar.pid) is not None:
             os.kill(pid, signal.SIGKILL)
 
 
@@ -106,8 +89,7 @@ def main() -> int:
     from snip_megatron.pretrain_gpt import main as train
 
     prepare(sys.argv[1:], [])
-    folder, number, world = Path(os.environ["FAULTS"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    rank = Rank(folder, number, world)
+    rank = Rank(Path(os.environ["FAULTS"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     _follow(rank)
     for moment in MOMENTS:
         _wrap(rank, moment)
@@ -125,24 +107,18 @@ def _wrap(rank: Rank, moment: str) -> None:
         if moment in ("start", "end"):
             rank.controller = args[0]
         case = rank.take(moment)
-        if case is None:
-            return genuine(*args, **kwargs)
-        return case.inject(rank, genuine, *args, **kwargs)
+        return genuine(*args, **kwargs) if case is None else case.inject(rank, genuine, *args, **kwargs)
 
     setattr(owner, name, call)
 
 
 def _follow(rank: Rank) -> None:
-    """Let ``rank`` know where the training is, and trace every step."""
+    """Let ``rank`` know where the training is, trace every step, and let the solver process have faults."""
     from snip_megatron.runtime import coordinator
     from snip_megatron.runtime.controller import Controller
     from snip_megatron.runtime.sidecar import SidecarClient
 
-    until = rank.plan["until"]
-    start = f"{os.environ['START']}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    trace = Lines(rank.folder / f"trace{start}-{rank.number}.jsonl")
-    held = Lines(rank.folder / f"resources{rank.number}.jsonl")
-    first, interval, every = (rank.plan[name] for name in ("first", "interval", "sample_every"))
+    first, interval, every, until = (rank.plan[name] for name in ("first", "interval", "sample_every", "until"))
     before_step, after_step = Controller.before_step, Controller.after_step
 
     def before(controller: Any, step: int, *args: Any, **kwargs: Any) -> None:
@@ -154,34 +130,39 @@ def _follow(rank: Rank) -> None:
     def after(controller: Any, step: int, loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         codes = controller._registry.current.to_codes(controller._registry.names).tobytes().hex()
         values = [None if value is None else float(value).hex() for value in (loss, grad_norm)]
-        trace.add(step=step, loss=values[0], norm=values[1], map=codes)
+        rank.add(f"trace-{os.environ['START']}-", step=step, rank=rank.number, values=[*values, codes])
         if every and step % every == 0 and not rank.undo:  # a disk that is stalled is not asked for its files
-            writes = controller._coordinator is not None
-            held.add(step=step, **resources(controller._coordinator._run.path if writes else None))
+            rank.add("resources", step=step, **resources(controller._coordinator))
         after_step(controller, step, loss, grad_norm, *args, **kwargs)
-        if until is not None and time.time() > until and rank.number == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if until is not None and time.time() > until:
+            rank.leave()
+
+    class Client(SidecarClient):
+        def submit(self, job: Any) -> None:
+            if rank.case is not None and rank.case[1].moment == "solving":
+                vars(job)["fault"] = (rank.case[1], rank.delay)
+                rank.take("solving", in_solver=True)
+            super().submit(job)
 
     Controller.before_step, Controller.after_step = before, after  # type: ignore[method-assign]
-    coordinator.SidecarClient = functools.partial(  # type: ignore[misc,assignment]
-        SidecarClient, solve="faults.table:solve"
-    )
+    coordinator.SidecarClient = functools.partial(Client, solve="faults.table:solve")  # type: ignore[misc,assignment]
 
 
-def resources(run: Path | None) -> dict[str, int]:
-    """Return what this process holds, and the size of its run directory if it writes one."""
+def resources(coordinator: Any) -> dict[str, int]:
+    """Return what this process holds, and the size of the run directory if it writes one."""
     import torch
 
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    sizes = [] if run is None else [file.stat().st_size for file in run.rglob("*") if file.is_file()]
+    files = [] if coordinator is None else [path for path in coordinator._run.path.rglob("*") if path.is_file()]
+    on_gpu = torch.cuda.is_available()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "resident": pages * os.sysconf("SC_PAGESIZE"),
-        "allocated": torch.cuda.memory_allocated() if torch.cuda.is_available() else 0,
-        "device": torch.cuda.memory_reserved() if torch.cuda.is_available() else 0,
-        "written": sum(sizes),
-        "files": len(sizes),
+        "allocated": torch.cuda.memory_allocated() if on_gpu else 0,
+        "device": torch.cuda.memory_reserved() if on_gpu else 0,
+        "written": sum(path.stat().st_size for path in files),
+        "files": len(files),
     }
 
 
