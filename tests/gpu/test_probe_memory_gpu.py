@@ -17,10 +17,10 @@ SIZE = 2**28
 FREE = 6 * 10**9
 BILLION = shlex.split("""
 --num-layers 22 --vocab-size 32000 --micro-batch-size 8 --global-batch-size 16 --transformer-impl transformer_engine
---te-rng-tracker --no-check-for-nan-in-loss-and-grad --train-iters 36 --lr-decay-iters 36 --snip-first-update 14
+--te-rng-tracker --no-check-for-nan-in-loss-and-grad --train-iters 30 --lr-decay-iters 30 --snip-first-update 14
 --snip-update-interval 6 --snip-lag 2
 """)
-"""With four updates."""
+"""With three updates."""
 FILLED = 6
 """The step after which the card is filled."""
 KINDS = ("times", "submit", "probe", "dropped", "solve_failed", "postpone", "adopt", "recapture")
