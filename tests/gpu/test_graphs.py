@@ -24,7 +24,8 @@ from snip_megatron.runtime.run_data import read_metrics
 
 STEPS, SAVED, ADOPTED, LAYERS = 14, 8, 5, 4
 AT_ONCE = {1: max(2, int(os.environ.get("AT_ONCE", 12)) * 2 // 3), 2: 2}
-"""Trainings at the same time, by ranks: fewer than those of test_families.py, of which there are more. Collectives of many that take turns hardly ever run on both GPUs at once."""
+"""Trainings at the same time, by ranks: fewer than of test_families.py, which has more. Collectives of many that take
+turns hardly ever run on both GPUs at once."""
 IMPLEMENTATIONS = ("local", "transformer_engine", "full_iteration")
 LLAMA = shlex.split(f"""
 --num-layers {LAYERS} --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8 --seq-length 256
