@@ -93,7 +93,7 @@ class GraphedRun:
             self._graphs = compat.IMPLEMENTATIONS[implementation](self._accumulating, experts=experts)
         self._layers: list[Any] = []  # those with experts that graphs may hold
         self._experts: dict[LinearHandle, GraphedState] = {}  # first expert of their linears → what a graph reads
-        self._held: list[bool] = []  # which of these layers the latest graphs hold with their experts
+        self._whole: list[bool] = []  # which of these layers the latest graphs hold with their experts
         self._line = ""  # what was printed about it
         self._registry: LinearRegistry | None = None
         self._model: list[torch.nn.Module] = []
@@ -102,8 +102,8 @@ class GraphedRun:
         self._formats: dict[LinearHandle, tuple[Format, ...]] = {}  # of every linear, before a map is adopted
         self._captured_before = False
         # Pipeline stages wait for each other.
-        tells = self._graphs is None and torch.cuda.is_available() and args.pipeline_model_parallel_size == 1
-        self._host_wait = HostWait() if tells else None
+        measurable = self._graphs is None and torch.cuda.is_available() and args.pipeline_model_parallel_size == 1
+        self._host_wait = HostWait() if measurable else None
 
     def close(self) -> None:
         """Undo all changes of Megatron's classes."""
@@ -119,7 +119,7 @@ class GraphedRun:
         self._graphed = [linear for linear in registry if linear.expert is None]
         if self._graphs.may_hold_experts:
             self._layers = [m for chunk in model for m in chunk.modules() if _experts_of(m) is not None]
-            self._held = [False] * len(self._layers)
+            self._whole = [False] * len(self._layers)
         firsts = [linear.snip_experts[0] for layer in self._layers for linear in _linears_of(_experts_of(layer))]
         linears = [*self._graphed, *firsts]  # one state serves all experts
         chunk_of = {id(parameter): i for i, chunk in enumerate(model) for parameter in chunk.parameters()}
@@ -160,17 +160,18 @@ class GraphedRun:
             return False
         assert self._graphs is not None
         reasons = [_why_eager(layer) for layer in self._layers]
-        before, self._held = self._held, self._graphs.hold(self._layers, [reason is None for reason in reasons])
-        for layer, held in zip(self._layers, self._held, strict=True):
+        before, self._whole = self._whole, [reason is None for reason in reasons]
+        self._graphs.hold(self._layers, self._whole)
+        for layer, is_whole in zip(self._layers, self._whole, strict=True):
             for linear in _linears_of(_experts_of(layer)):
                 first = linear.snip_experts[0]
-                first.state.graphed = self._experts[first] if held else None
+                first.state.graphed = self._experts[first] if is_whole else None
         why = next((f": {reason}" for reason in reasons if reason is not None), "")
-        line = f"CUDA graphs hold the experts of {sum(self._held)} of {len(self._layers)} layers{why}"
+        line = f"CUDA graphs hold the experts of {sum(self._whole)} of {len(self._layers)} layers{why}"
         if line != self._line:
             say(line)
             self._line = line
-        return self._held != before
+        return self._whole != before
 
     def training(
         self, forward_step: Callable[..., Any], forward_backward: Callable[..., Any]

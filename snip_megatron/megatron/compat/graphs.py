@@ -151,8 +151,8 @@ class Graphs:
         """Return whether a captured graph may contain ``module``."""
         return True
 
-    def hold(self, layers: Sequence[Any], fit: Sequence[bool]) -> list[bool]:
-        """Decide which of ``layers`` the next capture holds with their experts. Those that do not ``fit`` it cannot."""
+    def hold(self, layers: Sequence[Any], whole: Sequence[bool]) -> None:
+        """Make the next capture hold those of ``layers`` with their experts that are to be ``whole``."""
         raise NotImplementedError
 
     def recapture(self, model: Sequence[torch.nn.Module], args: Any) -> None:
@@ -317,7 +317,7 @@ class TransformerEngineGraphs(Graphs):
             core.TECudaGraphHelper, __init__=remembered, create_cudagraphs=lambda helper: self._create(helper, create)
         )
         if experts:
-            self._replace(TransformerLayer, _te_cuda_graph_replay=self._reporting(TransformerLayer))
+            self._replace(TransformerLayer, _te_cuda_graph_replay=self._reporting())
 
     def _find_contained(self) -> None:
         layers = [] if self._helper is None else self._helper.flattened_callables
@@ -330,24 +330,23 @@ class TransformerEngineGraphs(Graphs):
     def contain(self, module: torch.nn.Module) -> bool:
         return id(module) in self._contained
 
-    def hold(self, layers: Sequence[Any], fit: Sequence[bool]) -> list[bool]:
-        for layer, whole in zip(layers, fit, strict=True):
-            if whole and id(layer) not in self._whole:
+    def hold(self, layers: Sequence[Any], whole: Sequence[bool]) -> None:
+        for layer, is_whole in zip(layers, whole, strict=True):
+            if is_whole and id(layer) not in self._whole:
                 self._whole[id(layer)] = layer.config
                 modules = [each for each in layer.config.cuda_graph_modules if each not in _PARTS]
                 layer.config = layer.mlp.config = copy.copy(layer.config)
                 layer.config.cuda_graph_modules = [*modules, CudaGraphModule.moe]
-            elif not whole and id(layer) in self._whole:
+            elif not is_whole and id(layer) in self._whole:
                 layer.config = layer.mlp.config = self._whole.pop(id(layer))
         self._find_contained()
-        return list(fit)
 
-    def _reporting(self, owner: Any) -> Callable[..., Any]:
+    def _reporting(self) -> Callable[..., Any]:
         """Return the replay of a layer that reports the wgrads of its experts to DDP after its backward.
 
         Autograd does not see these weights (:func:`.gradients.report_expert_gradients`), and a graph calls no Python.
         """
-        replay = owner._te_cuda_graph_replay
+        replay: Callable[..., Any] = TransformerLayer._te_cuda_graph_replay
 
         def report(experts: Any) -> None:
             for linear in (experts.linear_fc2, experts.linear_fc1):

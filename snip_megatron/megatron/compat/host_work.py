@@ -53,8 +53,8 @@ def fuse_copies(optimizer: Any) -> None:
 def _is_plain(optimizer: Any) -> bool:
     ddp, config = optimizer.ddp_config, optimizer.config
     quantized = getattr(ddp, "fp8_param_gather", False) or getattr(ddp, "fp4_param_gather", False)
-    own = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 or config.optimizer_cpu_offload
-    return not (optimizer.is_stub_optimizer or ddp.use_megatron_fsdp or quantized or own)
+    has_copies = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 or config.optimizer_cpu_offload
+    return not (optimizer.is_stub_optimizer or ddp.use_megatron_fsdp or quantized or has_copies)
 
 
 class _Copies:
