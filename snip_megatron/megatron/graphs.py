@@ -43,11 +43,10 @@ class HostWait:
     def timed(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``forward_backward`` for the next step under a map, timed if the step is one of the few."""
         self._steps += 1
-        return functools.partial(self._time, forward_backward) if self._steps > _SETTLING else forward_backward
+        is_timed = self._steps > _SETTLING and len(self._lags) < _SAMPLES
+        return functools.partial(self._time, forward_backward) if is_timed else forward_backward
 
     def _time(self, forward_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if len(self._lags) == _SAMPLES:
-            return forward_backward(*args, **kwargs)
         started = time.perf_counter()
         result = forward_backward(*args, **kwargs)
         launched = time.perf_counter()
