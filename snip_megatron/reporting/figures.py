@@ -3,7 +3,6 @@
 import html
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, format_shares, option_id, split_option_id
@@ -32,43 +31,29 @@ STAGE_COLOURS = ("#3f83c8", "#e8833a", "#3a9e7c", "#b568b8", "#c9a227", "#d1495b
 LINE, MARK, FAULT = "#3f83c8", "#e8833a", "#d1495b"
 
 
-@dataclass
-class Figure:
-    """A figure over training steps in the style of the page. With ``share`` the y axis shows shares as per cent."""
+def _figure(
+    y_title: str, data: list[dict[str, Any]], *, share: bool = False, shapes: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Return data and layout of a figure over training steps. With ``share`` the y axis shows shares as per cent."""
+    y: dict[str, Any] = {"title": {"text": y_title}} | ({"tickformat": ".0%", "range": [0, 1.02]} if share else {})
+    layout = {
+        "hovermode": "x unified",
+        "margin": {"l": 56, "r": 12, "t": 32, "b": 44},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+        "showlegend": True,
+        "xaxis": {"title": {"text": "training step"}},
+        "yaxis": y,
+        "shapes": list(shapes),
+    }
+    return {"data": data, "layout": layout}
 
-    y_title: str
-    share: bool = False
-    data: list[dict[str, Any]] = field(default_factory=list)
-    layout: dict[str, Any] = field(default_factory=dict)
 
-    def line(
-        self, name: str, x: Sequence[Any], y: Sequence[Any], colour: str, hover: str = "%{y:.4f}", **line: Any
-    ) -> None:
-        """Add a line. ``hover`` is plotly's template of its hover text, ``line`` its width, dash and shape."""
-        trace = {"type": "scatter", "mode": "lines", "name": html.escape(name, quote=False), "hovertemplate": hover}
-        self.data.append(trace | {"x": list(x), "y": list(y), "line": {"color": colour, "width": 1.6} | line})
-
-    def marks(
-        self, name: str, x: Sequence[Any], y: Sequence[Any], texts: Sequence[str], colour: str, symbol: str
-    ) -> None:
-        marker = {"color": colour, "size": 9, "symbol": symbol}
-        trace = {"type": "scatter", "mode": "markers", "name": name, "hovertemplate": "%{text}", "marker": marker}
-        self.data.append(trace | {"x": list(x), "y": list(y), "text": list(texts)})
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return data and layout as plotly.js takes them."""
-        y: dict[str, Any] = {"title": {"text": self.y_title}}
-        if self.share:
-            y |= {"tickformat": ".0%", "range": [0, 1.02]}
-        layout = {
-            "hovermode": "x unified",
-            "margin": {"l": 56, "r": 12, "t": 32, "b": 44},
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-            "showlegend": True,
-            "xaxis": {"title": {"text": "training step"}},
-            "yaxis": y,
-        }
-        return {"data": self.data, "layout": layout | self.layout}
+def _line(
+    name: str, x: Sequence[Any], y: Sequence[Any], colour: str, hover: str = "%{y:.4f}", **line: Any
+) -> dict[str, Any]:
+    """Return a line. ``hover`` is plotly's template of its hover text, ``line`` its width, dash and shape."""
+    trace = {"type": "scatter", "mode": "lines", "name": html.escape(name, quote=False), "hovertemplate": hover}
+    return trace | {"x": list(x), "y": list(y), "line": {"color": colour, "width": 1.6} | line}
 
 
 def thin(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
@@ -89,15 +74,14 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     points = [(step, loss) for step, loss in zip(steps, losses, strict=True) if loss is not None]
     if not points:
         return None
-    figure = Figure("loss")
-    figure.line("training loss", *thin(steps, losses), LINE)
+    data = [_line("training loss", *thin(steps, losses), LINE)]
     for (formats, values), colour in zip(run.validations().items(), STAGE_COLOURS[2:], strict=False):
         kind, _, data_set = formats.partition(", ")
         name = ("validation in bf16" if kind == "bf16" else "validation") + (f", {data_set}" if data_set else "")
-        figure.line(name, *thin(list(values), list(values.values())), colour)
+        data.append(_line(name, *thin(list(values), list(values.values())), colour))
         if len(values) <= 40:
             marker = {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}}
-            figure.data[-1] |= {"mode": "markers", "marker": marker}
+            data[-1] |= {"mode": "markers", "marker": marker}
     guards = [(e["step"], html.escape(f"guard: {e.get('reason', '')}")) for e in run.events if e["event"] == "guard"]
     marks: list[tuple[str, list[tuple[int, str]], str, str]] = [
         ("map adopted", [(a.step, _adoption_text(a)) for a in run.maps], MARK, "diamond"),
@@ -107,11 +91,12 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
         if texts:
             x = [step for step, _ in texts]
             y = [next((loss for s, loss in points if s >= step), points[-1][1]) for step in x]
-            figure.marks(name, x, y, [text for _, text in texts], colour, symbol)
+            marker = {"color": colour, "size": 9, "symbol": symbol}
+            trace = {"type": "scatter", "mode": "markers", "name": name, "hovertemplate": "%{text}", "marker": marker}
+            data.append(trace | {"x": x, "y": y, "text": [text for _, text in texts]})
     dotted = {"type": "line", "line": {"color": MARK, "width": 1, "dash": "dot"}, "opacity": 0.6}
     dotted |= {"xref": "x", "yref": "y domain", "y0": 0, "y1": 1}
-    figure.layout["shapes"] = [dotted | {"x0": a.step, "x1": a.step} for a in run.maps]
-    return figure.as_dict()
+    return _figure("loss", data, shapes=[dotted | {"x0": a.step, "x1": a.step} for a in run.maps])
 
 
 def format_figure(run: RunData) -> dict[str, Any] | None:
@@ -128,18 +113,19 @@ def format_figure(run: RunData) -> dict[str, Any] | None:
             )
     if not points:
         return None
-    figure = Figure("share of FLOPs" if run.adoptions[-1].fields.get("formats") else "share of GEMMs", share=True)
+    data = []
     if steps := run.series("loss")[0]:
         first, last = min(steps[0], points[0][0]), max(steps[-1], points[-1][0])
         points = [(first, {Format.BF16: 1.0}), *points, (last, points[-1][1])]
     x = [step for step, _ in points]
     for fmt in sorted(Format, key=lambda fmt: fmt.bits):
         if any(y := [shares.get(fmt, 0.0) for _, shares in points]):
-            figure.line(fmt.value, x, y, FORMAT_COLOURS[fmt], "%{y:.2%}", width=0.5, shape="hv")
-            figure.data[-1]["stackgroup"] = "formats"
+            line = _line(fmt.value, x, y, FORMAT_COLOURS[fmt], "%{y:.2%}", width=0.5, shape="hv")
+            data.append(line | {"stackgroup": "formats"})
     if run.budget is not None and run.budget.kind == "fp4":
-        figure.line("four bits asked", [x[0], x[-1]], [run.budget.value] * 2, FAULT, width=1.2, dash="dash")
-    return figure.as_dict()
+        asked = [run.budget.value] * 2
+        data.append(_line("four bits asked", [x[0], x[-1]], asked, FAULT, width=1.2, dash="dash"))
+    return _figure("share of FLOPs" if run.adoptions[-1].fields.get("formats") else "share of GEMMs", data, share=True)
 
 
 def _adoption_text(adoption: Adoption) -> str:

@@ -264,27 +264,12 @@ def together[T](prepare: Callable[[], tuple[T, Terms]], channel: Channel | None,
         prepared = prepare()
     except Exception as error:
         failure = error
-    verdict = _compare(None if prepared is None else prepared[1], failure, channel, program)
-    if prepared is not None and (verdict is None or not verdict.exit_code):
-        result, terms = prepared
-        if verdict is not None and terms.use_library is not None:
-            terms.use_library(verdict.library)
-        return result
-    assert verdict is not None
-    if failure is not None and not isinstance(failure, SnipError) and verdict.rank == channel.rank:
-        traceback.print_exception(failure)
-    channel.leave()
-    raise AgreedError(verdict.line, exit_code=verdict.exit_code, printed=True) from failure
-
-
-def _compare(terms: Terms | None, failure: Exception | None, channel: Channel, program: str) -> _Verdict | None:
-    """Exchange tables and failures. Returns None if all ranks agree, otherwise what rank 0 decides and has printed."""
-    host, table = socket.gethostname(), None if terms is None else terms.table
-    first: dict[str, str] | None = channel.share(table)
-    error = "" if failure is None else describe(failure)
+    terms = None if prepared is None else prepared[1]
+    first: dict[str, str] | None = channel.share(None if terms is None else terms.table)
+    differing = {} if terms is None or first is None else differences(terms.table, first)
     code = 0 if failure is None else failure.exit_code if isinstance(failure, SnipError) else 1
-    differing = differences(table, first) if table is not None and first is not None else {}
-    reports = channel.collect(_Report(host, error, code, differing))
+    error_text = "" if failure is None else describe(failure)
+    reports = channel.collect(_Report(socket.gethostname(), error_text, code, differing))
     verdict = None
     if reports is not None:
         settles = terms is not None and terms.use_library is not None
@@ -294,7 +279,16 @@ def _compare(terms: Terms | None, failure: Exception | None, channel: Channel, p
         elif verdict is not None:
             print(f"snip: {verdict.line}", flush=True)
     shared = channel.share(verdict)
-    return None if shared is None else _Verdict(*shared)
+    verdict = None if shared is None else _Verdict(*shared)
+    if prepared is not None and (verdict is None or not verdict.exit_code):
+        if verdict is not None and prepared[1].use_library is not None:
+            prepared[1].use_library(verdict.library)
+        return prepared[0]
+    assert verdict is not None
+    if failure is not None and not isinstance(failure, SnipError) and verdict.rank == channel.rank:
+        traceback.print_exception(failure)
+    channel.leave()
+    raise AgreedError(verdict.line, exit_code=verdict.exit_code, printed=True) from failure
 
 
 def differences(table: Table, first: Table) -> dict[str, str]:

@@ -29,6 +29,7 @@ class ResidualStream:
         attempt: Calls what no other rank waits for.
 
     Attributes:
+        boundaries: All boundaries of this rank, also the outputs of its chunks that another stage reports.
         reported: The boundaries whose sums this rank adds to the table.
     """
 
@@ -40,6 +41,7 @@ class ResidualStream:
         self._context = context
         self._seed = seed
         self.reported: list[Boundary] = []
+        self.boundaries: list[Boundary] = []
         self._pairs: list[tuple[Boundary, Boundary]] = []
         self._segments: list[tuple[StreamSegment, list[Boundary]]] = []
         self._hook_inputs = [chunk.hook_input for chunk in host.chunks if chunk.hook_input is not None]
@@ -50,20 +52,16 @@ class ResidualStream:
             boundaries = [
                 Boundary(index, host.shard, sample_tokens, attempt=attempt) for index in (*indices, indices[-1] + 1)
             ]
+            self.boundaries += boundaries
             self._pairs += itertools.pairwise(boundaries)
             # The stage that reads the output of another segment reports it.
             self.reported += boundaries if segment.is_last else boundaries[:-1]
             self._segments.append((segment, boundaries))
 
-    @property
-    def all(self) -> list[Boundary]:
-        """All boundaries of this rank, including the outputs of its chunks that another stage reports."""
-        return list({id(b): b for pair in self._pairs for b in pair}.values())
-
     def start(self, phase: Pass, sigma: float = 0.0) -> None:
         """Begin a pass. ``sigma`` is the standard deviation of its noise."""
         self._sigma, self._draws = sigma, 0
-        for boundary in self.all:
+        for boundary in self.boundaries:
             boundary.start(phase)
 
     def finish_statistics(self, microbatches: int, *, once: bool = False) -> None:
@@ -72,7 +70,7 @@ class ResidualStream:
         Raises SnipError if the microbatches did not pass a boundary equally often forward and backward, or with
         ``once`` not exactly once each.
         """
-        for boundary in self.all:
+        for boundary in self.boundaries:
             runs = len(boundary.h)
             if runs == 0 or runs % microbatches or runs != len(boundary.r) or (once and runs != microbatches):
                 raise SnipError(

@@ -165,7 +165,7 @@ def test_forwards_without_gradients_are_not_recorded(model: GPTModel) -> None:
     stream.start(Pass.STATISTICS)
     with stream.attached(), torch.no_grad():
         loss_of(model, 0)
-    assert all(boundary.sums == {} for boundary in stream.all)
+    assert all(boundary.sums == {} for boundary in stream.boundaries)
 
 
 class Attention(torch.nn.Module):
