@@ -49,7 +49,7 @@ from snip_megatron.megatron import convert_model  # noqa: E402
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host  # noqa: E402
 from snip_megatron.precision import Format, PrecisionMap  # noqa: E402
 from snip_megatron.runtime.config import SnipConfig  # noqa: E402
-from snip_megatron.runtime.probe import ProbeRunner  # noqa: E402
+from snip_megatron.runtime.probe import Passes, ProbeRunner  # noqa: E402
 from snip_megatron.sensitivity import recorder  # noqa: E402
 from snip_megatron.sensitivity.recorder import LinearRecorder, Pass  # noqa: E402
 
@@ -198,18 +198,17 @@ class Stopwatch:
 
 @contextmanager
 def timed_passes(training: Training, watch: Stopwatch) -> Iterator[None]:
-    """Time the passes of the runner by name, the reduction and the update errors inside this context."""
-    runner = training.runner
-    run_pass = runner._run_pass
+    """Time the passes of an update by name, the reduction and the update errors inside this context."""
+    run_pass = Passes.run_pass
 
-    def one_pass(phase: Pass, *arguments: Any) -> float:
+    def one_pass(passes: Passes, phase: Pass, *arguments: Any) -> float:
         with watch.of(f"{phase.value} pass"):
-            return run_pass(phase, *arguments)
+            return run_pass(passes, phase, *arguments)
 
     with (
-        mock.patch.object(runner, "_run_pass", one_pass),
-        mock.patch.object(runner, "_reduced", watch.wrapped("reduction", runner._reduced)),
-        mock.patch.object(runner._updates, "collect", watch.wrapped("drift", runner._updates.collect)),
+        mock.patch.object(Passes, "run_pass", one_pass),
+        mock.patch.object(Passes, "reduced", watch.wrapped("reduction", Passes.reduced)),
+        mock.patch.object(Passes, "add_update_errors", watch.wrapped("drift", Passes.add_update_errors)),
     ):
         yield
 

@@ -7,11 +7,11 @@ state, random states and data order do not change. An update is a
 | part | what may fail on a rank without harm to the training |
 |---|---|
 | ``memory`` | :meth:`ProbeRunner.check_memory` |
-| ``preparation`` | :meth:`ProbeRunner.prepare` |
+| ``preparation`` | :meth:`Passes.prepare` |
 | ``statistics`` | ``HostStep.prepare``, ``LinearRecorder._record``, ``Boundary._on_forward`` and ``._on_gradient`` |
-| ``weight_divergence`` | :meth:`UpdateErrors.add_linear`, :meth:`UpdateErrors.add_sink`, ``HostStep.update_of`` |
+| ``weight_divergence`` | :meth:`Passes.add_linear`, :meth:`Passes.add_sink`, ``HostStep.update_of`` |
 | ``forward_noise`` | as ``statistics``, ``LinearRecorder._compare``, ``ResidualStream._draw`` |
-| ``reduction`` | :meth:`ProbeRunner.fill_table`, ``ResidualStream.finish_statistics``, ``PartialTable.pack`` |
+| ``reduction`` | :meth:`Passes.fill_table`, ``ResidualStream.finish_statistics``, ``PartialTable.pack`` |
 | ``submission`` | ``RankZeroCoordinator.submit`` |
 | ``rise`` | ``HostStep.prepare``, ``HostStep.losses`` (in :func:`snip_megatron.runtime.rise.measure_rises`) |
 
@@ -23,7 +23,6 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,6 @@ from snip_megatron.sensitivity.recorder import LinearRecorder, Pass, attached
 from snip_megatron.sensitivity.reduction import (
     PartialTable,
     ProbeGroups,
-    Together,
     add_loss_effects,
     group_size,
     reduce_columns,
@@ -74,8 +72,6 @@ class ProbeRunner:
         self._registry = registry
         self._config = config
         self._weighs_updates = weighs_updates
-        self._shape = registry.rows, config.measured_formats, host.sinks
-        self._updates = UpdateErrors(host, len(registry.names), config.seed)
         self.has_trained = False
         self.first_peak = 0.0
 
@@ -189,7 +185,6 @@ class ProbeRunner:
         microbatches, group = min(self._config.probe_microbatches, step.microbatches), self._host.pass_group
         return min(-(-microbatches // group) * group, step.microbatches)
 
-    # -- the passes --------------------------------------------------------------------------------------------
     def run(self, step: HostStep, clip: float, sequences: int, update: Transaction | None = None) -> ProbeResult:
         """Run the passes of this update on the first microbatches of the step. Collective.
 
@@ -197,197 +192,172 @@ class ProbeRunner:
         fails on one of them.
         """
         update = Transaction(self._host.device) if update is None else update
-        microbatches, seconds = self._microbatches(step), {}
-
-        def together[T](work: Callable[..., T], *args: Any) -> T:
-            return update.together("reduction", work, *args)
-
+        passes = Passes(self._host, self._registry, self._config, step, self._microbatches(step), sequences, update)
         with ExitStack() as stack:
-            recorders, stream = update.together("preparation", self.prepare, step, stack, update)
-            seconds[Pass.STATISTICS.value] = self._run_pass(Pass.STATISTICS, step, sequences, recorders, stream, update)
-            started = time.perf_counter()
-            tokens = together(self._tokens, recorders, stream, microbatches)
-            each = self._host.groups.dp_size * tokens
-            scale = StepScale(
-                step.gradient_scale(), clip, microbatches * each * sequences // step.sequences, step.microbatches * each
-            )
-            if self._weighs_updates:
-                reduce_columns(recorders, self._host.groups, together)
-            table = self._reduced(recorders, stream, scale, together)
-            if self._weighs_updates:
-                self._updates.collect(table, recorders, step, scale, update)
-            seconds["reduction"] = time.perf_counter() - started
-            if self._weighs_updates:
-                seconds[Pass.FORWARD_NOISE.value] = self._run_pass(
-                    Pass.FORWARD_NOISE, step, sequences, recorders, stream, update, self._sigma(table, scale)
-                )
-                started = time.perf_counter()
-                table.merge(self._reduced(recorders, stream, scale, together))
-                seconds["reduction"] += time.perf_counter() - started
-        finished = table.to_table(
-            step=step.step, tokens=scale.tokens, tokens_per_step=scale.tokens_per_step, meta={"clip": clip, **seconds}
-        )
-        passes = {kind: microbatches for kind in seconds if kind != "reduction"}
-        return ProbeResult(finished, seconds, scale, passes, sequences)
+            return passes.run(stack, clip, weighs_updates=self._weighs_updates)
 
-    def prepare(
-        self, step: HostStep, stack: ExitStack, update: Transaction
-    ) -> tuple[list[LinearRecorder], ResidualStream]:
+
+class Passes:
+    """The passes of one update and what they measure, on the first ``microbatches`` of ``step``."""
+
+    _recorders: list[LinearRecorder]
+    _stream: ResidualStream
+    _scale: StepScale  # known after the statistics pass
+
+    def __init__(
+        self,
+        host: Host,
+        registry: LinearRegistry,
+        config: SnipConfig,
+        step: HostStep,
+        microbatches: int,
+        sequences: int,
+        update: Transaction,
+    ) -> None:
+        self._host, self._registry, self._config = host, registry, config
+        self._step, self._microbatches, self._sequences, self._update = step, microbatches, sequences, update
+        self._together = functools.partial(update.together, "reduction")
+
+    def run(self, stack: ExitStack, clip: float, *, weighs_updates: bool) -> ProbeResult:
+        """Run the passes. Recorders stay until ``stack`` is closed. See :meth:`ProbeRunner.run`."""
+        seconds, step, host = {}, self._step, self._host
+        self._update.together("preparation", self.prepare, stack)
+        seconds[Pass.STATISTICS.value] = self.run_pass(Pass.STATISTICS)
+        started = time.perf_counter()
+        each = host.groups.dp_size * self._together(self._tokens)
+        tokens = self._microbatches * each * self._sequences // step.sequences
+        self._scale = StepScale(step.gradient_scale(), clip, tokens, step.microbatches * each)
+        if weighs_updates:
+            reduce_columns(self._recorders, host.groups, self._together)
+        table = self.reduced()
+        if weighs_updates:
+            self.add_update_errors(table)
+        seconds["reduction"] = time.perf_counter() - started
+        if weighs_updates:
+            # The noise is a share of the root mean square of the residual stream at the embedding.
+            power = float(table.arrays["boundary.h2"][0]) / (tokens * host.hidden)
+            seconds[Pass.FORWARD_NOISE.value] = self.run_pass(Pass.FORWARD_NOISE, _NOISE_SIZE * power**0.5)
+            started = time.perf_counter()
+            table.merge(self.reduced())
+            seconds["reduction"] += time.perf_counter() - started
+        finished = table.to_table(
+            step=step.step, tokens=tokens, tokens_per_step=self._scale.tokens_per_step, meta={"clip": clip, **seconds}
+        )
+        passes = {kind: self._microbatches for kind in seconds if kind != "reduction"}
+        return ProbeResult(finished, seconds, self._scale, passes, self._sequences)
+
+    def prepare(self, stack: ExitStack) -> None:
         """Attach recorders to linears and residual streams until ``stack`` is closed, which restores the step."""
         config, context = self._config, self._registry.context
-        recorders = [
-            LinearRecorder(handle, config.measured_formats, config.probe_tokens, attempt=update.attempt)
+        self._recorders = [
+            LinearRecorder(handle, config.measured_formats, config.probe_tokens, attempt=self._update.attempt)
             for handle in self._registry
         ]
         seed = derive_seed(config.seed, _NOISE)
-        stream = ResidualStream(self._host, context, config.probe_tokens, seed, update.attempt)
-        stack.enter_context(step.undisturbed())
-        stack.enter_context(attached(recorders))
-        stack.enter_context(stream.attached())
+        self._stream = ResidualStream(self._host, context, config.probe_tokens, seed, self._update.attempt)
+        stack.enter_context(self._step.undisturbed())
+        stack.enter_context(attached(self._recorders))
+        stack.enter_context(self._stream.attached())
         stack.callback(setattr, context, "probing", False)
         context.probing = True
-        return recorders, stream
 
-    def _run_pass(
-        self,
-        phase: Pass,
-        step: HostStep,
-        sequences: int,
-        recorders: Sequence[LinearRecorder],
-        stream: ResidualStream,
-        update: Transaction,
-        sigma: float = 0.0,
-    ) -> float:
+    def run_pass(self, phase: Pass, sigma: float = 0.0) -> float:
         """Run one forward and backward of the probe's microbatches. Returns its seconds. Collective.
 
         If recording fails, the pass goes on without it, because other ranks wait for the activations of this one.
         """
 
         def prepare() -> None:
-            for recorder in recorders:
+            for recorder in self._recorders:
                 recorder.start(phase)
-            stream.start(phase, sigma)
-            self._registry.start_step(step.step)
-            step.prepare(self._microbatches(step), sequences)
+            self._stream.start(phase, sigma)
+            self._registry.start_step(self._step.step)
+            self._step.prepare(self._microbatches, self._sequences)
 
         started = time.perf_counter()
-        update.together(phase.value, prepare)
+        self._update.together(phase.value, prepare)
         if self._host.passes_alone:
-            update.attempt(step.run)
+            self._update.attempt(self._step.run)
         else:
-            step.run()
+            self._step.run()
         if self._host.device.type == "cuda":
             torch.cuda.synchronize(self._host.device)  # otherwise the reduction would wait for it
-        update.vote()
+        self._update.vote()
         return time.perf_counter() - started
 
     # -- reduction ---------------------------------------------------------------------------------------------
-    def _tokens(self, recorders: Sequence[LinearRecorder], stream: ResidualStream, microbatches: int) -> int:
+    def _tokens(self) -> int:
         """Finish the statistics pass on this rank. Returns the tokens of a microbatch."""
         tokens = self._host.tokens
         # If only the passes tell the tokens, a block that runs twice would count them twice.
-        stream.finish_statistics(microbatches, once=tokens is None)
+        self._stream.finish_statistics(self._microbatches, once=tokens is None)
         if tokens is not None:
             return tokens
-        rows = {recorder.rows for recorder in recorders if recorder.handle.expert is None}
+        rows = {recorder.rows for recorder in self._recorders if recorder.handle.expert is None}
         if len(rows) != 1 or 0 in rows:
             raise SnipError("the linears of the blocks see different numbers of tokens, or none; SNIP takes one stream")
-        return rows.pop() // microbatches
+        return rows.pop() // self._microbatches
 
-    def _reduced(
-        self, recorders: Sequence[LinearRecorder], stream: ResidualStream, scale: StepScale, together: Together
-    ) -> PartialTable:
+    def reduced(self) -> PartialTable:
         """Return the reduced sums that linears and boundaries have recorded since the last call. Collective."""
-        reduce_loss_effects(recorders, self._host.groups, together)
-        table: PartialTable = together(functools.partial(self.fill_table, recorders, stream, scale))
+        reduce_loss_effects(self._recorders, self._host.groups, self._together)
+        table: PartialTable = self._together(self.fill_table)
         table.reduce()
         return table
 
-    def fill_table(self, recorders: Sequence[LinearRecorder], stream: ResidualStream, scale: StepScale) -> PartialTable:
+    def fill_table(self) -> PartialTable:
         """Return this rank's share of the table."""
-        table = PartialTable(*self._shape, scale.gradient)
-        add_loss_effects(table, recorders)
-        for recorder in recorders:
+        rows, formats = self._registry.rows, self._config.measured_formats
+        table = PartialTable(rows, formats, self._host.sinks, self._scale.gradient)
+        add_loss_effects(table, self._recorders)
+        for recorder in self._recorders:
             table.add_recorder(recorder, self._host.groups.of(recorder.handle).dp_rank)
-        for boundary in stream.reported:
+        for boundary in self._stream.reported:
             table.add_boundary(boundary)
         return table.pack(self._host.device)
 
-    def _sigma(self, table: PartialTable, scale: StepScale) -> float:
-        """Return the standard deviation of the noise: a share of the root mean square of the residual stream at the
-        embedding.
-        """
-        power = float(table.arrays["boundary.h2"][0]) / (scale.tokens * self._host.hidden)
-        return float(_NOISE_SIZE * power**0.5)
-
-
-class UpdateErrors:
-    """Weight divergence: how gradient errors change the optimizer's next update of this rank's parameters.
-
-    ``linears`` is the number of linears of the model, and ``seed`` the value of ``--snip-seed``.
-    """
-
-    def __init__(self, host: Host, linears: int, seed: int) -> None:
-        self._host = host
-        self._linears = linears
-        self._seed = seed
-
-    def collect(
-        self,
-        table: PartialTable,
-        recorders: Sequence[LinearRecorder],
-        step: HostStep,
-        scale: StepScale,
-        update: Transaction,
-    ) -> None:
-        """Add the weight divergence to ``table``. Collective.
-
-        Args:
-            table: The reduced table of the statistics pass.
-            recorders: The recorders of this rank's linears, whose column norms are reduced.
-            step: The step whose statistics pass has run.
-            scale: Scales of the gradient.
-            update: The update.
-        """
+    # -- weight divergence: how gradient errors change the optimizer's next update -------------------------------
+    def add_update_errors(self, table: PartialTable) -> None:
+        """Add the weight divergence of this rank's parameters to ``table``, the reduced one. Collective."""
+        host, step, update = self._host, self._step, self._update
 
         def begin() -> tuple[PartialTable, list[list[float]]]:
-            of_experts = [recorder.expert_sums for recorder in recorders if recorder.expert_sums is not None]
+            of_experts = [recorder.expert_sums for recorder in self._recorders if recorder.expert_sums is not None]
             sums = torch.stack(of_experts).tolist() if of_experts else []  # one copy to the host for all experts
             return table.empty(), sums
 
         def add_norm(name: str, gradient: torch.Tensor) -> None:
-            partial.add("linear.gw2", name, sum_squares(gradient) * scale.gradient**2)
+            partial.add("linear.gw2", name, sum_squares(gradient) * self._scale.gradient**2)
+
+        def update_of(weight: torch.nn.Parameter) -> AdamWState | None:
+            return step.update_of(weight) if host.gathers_updates else update.attempt(step.update_of, weight)
 
         partial, sums = update.together("weight_divergence", begin)
         rest = iter(sums)
-        for recorder in recorders:
+        for recorder in self._recorders:
             handle = recorder.handle
-            groups = self._host.groups.of(handle)
+            groups = host.groups.of(handle)
             gradient = _reduced(step.gradient(handle.weight), groups)
             expert_sums = None if recorder.expert_sums is None else next(rest)
             if handle.repeats:
                 continue
             if groups.dp_rank == 0:
                 update.attempt(add_norm, handle.name, gradient)
-            state = self._update_of(step, handle.weight, update)
-            if state is not None and (self._host.optimizer_sharded or groups.dp_rank == 0):
-                update.attempt(self.add_linear, partial, table, recorder, expert_sums, gradient, state, scale)
+            state = update_of(handle.weight)
+            if state is not None and (host.optimizer_sharded or groups.dp_rank == 0):
+                update.attempt(self.add_linear, partial, table, recorder, expert_sums, gradient, state)
         step.join_gradients()
-        for sink in self._host.local_sinks:
-            gradient = _reduced(step.gradient(sink.weight), self._host.groups)
-            state = self._update_of(step, sink.weight, update)
-            weight = self._host.full_tensor(sink.weight).detach()
-            if (
-                state is not None
-                and (self._host.optimizer_sharded or self._host.groups.dp_rank == 0)
-                and not (sink.replicated and self._host.groups.tp_rank)
-            ):
-                update.attempt(self.add_sink, partial, sink, gradient, weight, state, scale)
-        update.together("weight_divergence", partial.pack, self._host.device).reduce()
+        for sink in host.local_sinks:
+            gradient = _reduced(step.gradient(sink.weight), host.groups)
+            state = update_of(sink.weight)
+            weight = host.full_tensor(sink.weight).detach()
+            reports = (host.optimizer_sharded or host.groups.dp_rank == 0) and not (
+                sink.replicated and host.groups.tp_rank
+            )
+            if state is not None and reports:
+                update.attempt(self.add_sink, partial, sink, gradient, weight, state)
+        update.together("weight_divergence", partial.pack, host.device).reduce()
         table.merge(partial)
-
-    def _update_of(self, step: HostStep, weight: torch.nn.Parameter, update: Transaction) -> AdamWState | None:
-        return step.update_of(weight) if self._host.gathers_updates else update.attempt(step.update_of, weight)
 
     def add_linear(
         self,
@@ -397,35 +367,28 @@ class UpdateErrors:
         expert_sums: Sequence[float] | None,
         gradient: torch.Tensor,
         state: AdamWState,
-        scale: StepScale,
     ) -> None:
         """Add the divergence of a linear's weight to ``partial``."""
-        handle, unit = recorder.handle, scale.gradient**2
+        handle, unit = recorder.handle, self._scale.gradient**2
         x2, g2, s2 = (table.linear(handle.name, column) for column in ("x2", "g2", "s2"))
         tokens = None
         if expert_sums is not None:
             x2, g2, s2, tokens = expert_sums
             g2, s2 = g2 * unit, s2 * unit
-        seed = derive_seed(self._seed, _SIGNS, handle.index)
+        seed = derive_seed(self._config.seed, _SIGNS, handle.index)
         drift2, wdrift2 = linear_update_error(
-            recorder, gradient, state, scale, s2=s2, x2=x2, g2=g2, seed=seed, tokens=tokens
+            recorder, gradient, state, self._scale, s2=s2, x2=x2, g2=g2, seed=seed, tokens=tokens
         )
         partial.add("drift2", handle.name, drift2)
         partial.add("by_format.wdrift2", handle.name, wdrift2)
 
     def add_sink(
-        self,
-        partial: PartialTable,
-        sink: LocalSink,
-        gradient: torch.Tensor,
-        weight: torch.Tensor,
-        state: AdamWState,
-        scale: StepScale,
+        self, partial: PartialTable, sink: LocalSink, gradient: torch.Tensor, weight: torch.Tensor, state: AdamWState
     ) -> None:
         """Add the divergence of a parameter beside the linears to ``partial``."""
-        seed = derive_seed(self._seed, _SIGNS, self._linears + sink.row)
+        seed = derive_seed(self._config.seed, _SIGNS, len(self._registry.names) + sink.row)
         w2 = sum_squares(weight.reshape(-1)[state.start : state.end])
-        drift2 = sink_update_error(gradient, state, scale, seed=seed, first_row=sink.first_row)
+        drift2 = sink_update_error(gradient, state, self._scale, seed=seed, first_row=sink.first_row)
         partial.add("sink_drift2", sink.row, drift2)
         partial.add("sink_w2", sink.row, w2)
 

@@ -29,13 +29,13 @@ SNIP = shlex.split(
 PROBE, RECORDER = "snip_megatron.runtime.probe", "snip_megatron.sensitivity.recorder"
 PARTS = [
     ("memory", f"{PROBE}:ProbeRunner.check_memory"),
-    ("preparation", f"{PROBE}:ProbeRunner.prepare"),
+    ("preparation", f"{PROBE}:Passes.prepare"),
     ("statistics", "snip_megatron.megatron.host:MegatronStep.prepare"),
     ("statistics", f"{RECORDER}:LinearRecorder._record"),
     ("statistics", f"{RECORDER}:Boundary._on_forward"),
     ("statistics", f"{RECORDER}:Boundary._on_gradient"),
-    ("reduction", f"{PROBE}:ProbeRunner.fill_table"),
-    ("weight_divergence", f"{PROBE}:UpdateErrors.add_linear"),
+    ("reduction", f"{PROBE}:Passes.fill_table"),
+    ("weight_divergence", f"{PROBE}:Passes.add_linear"),
     ("weight_divergence", "snip_megatron.megatron.compat:update_of"),
     ("forward_noise", f"{RECORDER}:LinearRecorder._compare"),
     ("submission", "snip_megatron.runtime.coordinator:RankZeroCoordinator.submit"),

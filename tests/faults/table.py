@@ -79,10 +79,10 @@ _COORDINATOR = "snip_megatron.runtime.coordinator:RankZeroCoordinator."
 _CONTROLLER = "snip_megatron.runtime.controller:Controller."
 MOMENTS = {
     "memory check": Moment(f"{_PROBE}ProbeRunner.check_memory"),
-    "preparation": Moment(f"{_PROBE}ProbeRunner.prepare"),
+    "preparation": Moment(f"{_PROBE}Passes.prepare"),
     "forward and backward": Moment("snip_megatron.megatron.host:MegatronStep.schedule"),
     "recording": Moment(f"{_RECORDER}_record", nan=_nan_in_sums),
-    "weight divergence": Moment(f"{_PROBE}UpdateErrors.add_linear", nan=_nan_in_weight_divergence),
+    "weight divergence": Moment(f"{_PROBE}Passes.add_linear", nan=_nan_in_weight_divergence),
     "noise": Moment(f"{_RECORDER}_compare", nan=_nan_in_sums),
     "reduction": Moment("snip_megatron.sensitivity.reduction:PartialTable.pack", nan=_inf_before_reduction),
     "submission": Moment(f"{_COORDINATOR}submit", rank=0),
