@@ -2,10 +2,11 @@
 
 While :func:`watched` is open, the autograd function of every linear passes its inputs to a watcher, and a backend
 around the job's own one passes each product. The job's path runs as in training, with its cached weights and its fused
-kernels. Training itself knows nothing of this module.
+kernels, but for the fusion of SwiGLU with quantisation between two linears of grouped experts: nothing stands there
+that could be compared. Training itself knows nothing of this module.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,17 +14,16 @@ import torch
 from torch import Tensor
 
 from snip_megatron.layers import swiglu
-from snip_megatron.layers.autograd import LinearCall, PrequantizedTensor, QuantizedLinear
+from snip_megatron.layers.autograd import LinearCall, PrequantizedTensor, QuantizedLinear, main_grad_of
 from snip_megatron.layers.context import StepContext
-from snip_megatron.layers.grouped import GroupedLinear
+from snip_megatron.layers.grouped import GroupedCall, GroupedLinear, gradient_spec, transform_of
 from snip_megatron.numerics.products.backend import FlatOperand, GemmBackend, matrix
-from snip_megatron.numerics.products.grouped import GroupLoop
+from snip_megatron.numerics.products.grouped import GroupLoop, of_expert
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
 from snip_megatron.numerics.quantize.swiglu import swiglu as plain_swiglu
 from snip_megatron.numerics.quantize.swiglu import swiglu_gradient as plain_gradient
-from snip_megatron.precision import Gemm
+from snip_megatron.precision import Formats, Gemm
 from snip_megatron.runtime.exact_products import Product, Watcher
-from snip_megatron.runtime.watched_experts import UnfusedGroups, watched_functions
 
 
 class _WatchedBackend(GemmBackend):
@@ -69,7 +69,7 @@ class _WatchedBackend(GemmBackend):
         return d, grad_weight
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
-        return UnfusedGroups(self.inner.grouped(n, k, dtype))  # type: ignore[return-value]
+        return _UnfusedGroups(self.inner.grouped(n, k, dtype))  # type: ignore[return-value]
 
 
 @contextmanager
@@ -101,9 +101,7 @@ def watched(context: StepContext, watcher: Watcher) -> Iterator[None]:
         stack.callback(setattr, context, "backend", inner)
         context.backend = backend
         _replace(stack, QuantizedLinear, forward=staticmethod(forward), backward=staticmethod(backward))
-        library = inner.products or inner.name
-        experts = GroupedLinear.forward, GroupedLinear.backward
-        _replace(stack, GroupedLinear, **watched_functions(watcher, library, *experts))
+        _replace(stack, GroupedLinear, **_functions_of_experts(watcher, inner.products or inner.name))
         _keep_sources(stack)
         yield
 
@@ -134,3 +132,94 @@ def _keep_sources(stack: ExitStack) -> None:
         return g, *rest
 
     _replace(stack, fused, forward=staticmethod(forward), backward=staticmethod(backward))
+
+
+# -- grouped experts ---------------------------------------------------------------------------------------------------
+class _UnfusedGroups:
+    """The grouped products of a backend, without those that one launch fuses with SwiGLU or the host does not see."""
+
+    def __init__(self, inner: GroupLoop) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def fuses_swiglu(self, formats: object) -> bool:
+        """Return False: SwiGLU runs between two linears."""
+        return False
+
+    def takes_device_rows(self, formats: object) -> bool:
+        """Return False: the numbers of rows are on the host."""
+        return False
+
+
+class _ExpertProduct(Product):
+    """The linear of one expert in one microbatch. Its scales are those of this rank's shard."""
+
+    redraws = True  # tiles of a whole layer have the key of its first expert
+
+    def __init__(self, call: GroupedCall, place: int, x: Tensor, formats: Formats) -> None:
+        linear: LinearCall = call.linear._replace(handle=call.handles[place])
+        super().__init__(linear, x, call.weights[place], formats)
+        self.summed = None  # the token dispatcher sums
+        self._place = place
+
+    def start(self, g: Tensor, spec: OperandSpec) -> None:
+        """Note the rows of G, and how G of all experts is quantised."""
+        self.g, self._g_spec = g, of_expert(spec, self._place)
+
+    def operands(self, gemm: Gemm, formats: Formats | None = None) -> list[tuple[Tensor, OperandSpec, int]]:
+        fprop, dgrad, wgrad = formats or self.formats
+        transform = transform_of(self.handle, wgrad)
+        g_spec = OperandSpec(dgrad, wgrad, rotation=transform) if formats is not None else self._g_spec
+        if gemm is Gemm.FPROP:
+            return [(self._x, OperandSpec(fprop, None), 1), (self.weight, OperandSpec(fprop, None, weight=True), 1)]
+        assert self.g is not None
+        assert g_spec is not None
+        if gemm is Gemm.DGRAD:
+            return [(self.g, g_spec, 1), (self.weight, OperandSpec(None, dgrad, weight=True), 0)]
+        return [(self.g, g_spec, 0), (self._x, OperandSpec(None, wgrad, rotation=transform), 0)]
+
+
+def _functions_of_experts(watcher: Watcher, library: str) -> dict[str, Callable[..., Any]]:
+    """Return both functions of the autograd function of grouped linears, which pass products to a watcher."""
+    forward, backward = GroupedLinear.forward, GroupedLinear.backward
+
+    def split(rows: Tensor, splits: Sequence[int]) -> tuple[Tensor, ...]:
+        return torch.split(rows.detach(), list(splits))
+
+    def watched_forward(ctx: Any, x: Tensor, splits: Sequence[int], call: GroupedCall, *weights: Tensor) -> Tensor:
+        y: Tensor = forward(ctx, x, splits, call, *weights)
+        of_experts = zip(call.handles, split(x, splits), strict=True)
+        ctx.products = [
+            _ExpertProduct(call, place, rows, watcher.formats_of(handle))
+            for place, (handle, rows) in enumerate(of_experts)
+        ]
+        for product, result in zip(ctx.products, split(y, splits), strict=True):
+            watcher.on_result(product, Gemm.FPROP, result, None, library)
+        return y
+
+    def watched_backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        call: GroupedCall = ctx.call
+        g, splits, products = grad_outputs[0].contiguous(), ctx.splits, ctx.products
+        formats = products[0].formats
+        spec = gradient_spec(call._replace(formats=formats), g)
+        for product, rows in zip(products, split(g, splits), strict=True):
+            product.start(rows, spec)
+        main_grads = [
+            main_grad_of(product.handle, weight) for product, weight in zip(products, call.weights, strict=True)
+        ]
+        before = [None if each is None else each.clone() for each in main_grads]
+        result: tuple[Tensor | None, ...] = backward(ctx, *grad_outputs)
+        of_weights: Sequence[Tensor | None] = result[3:] or [None] * len(products)
+        assert result[0] is not None
+        of_experts = zip(products, split(result[0], splits), main_grads, of_weights, before, strict=True)
+        for product, dgrad, main_grad, grad, earlier in of_experts:
+            watcher.on_result(product, Gemm.DGRAD, dgrad, None, library)
+            wgrad = grad if main_grad is None else main_grad
+            if wgrad is not None:
+                watcher.on_result(product, Gemm.WGRAD, wgrad, earlier, library)
+            watcher.on_backward(product, dgrad)
+        return result
+
+    return {"forward": staticmethod(watched_forward), "backward": staticmethod(watched_backward)}
