@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from snip_megatron.planner import memory, step_time
+from snip_megatron.planner import memory
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, stage_memory
 from snip_megatron.planner.models import Model
@@ -160,7 +160,7 @@ def make_plan(
     variants["map"] = lambda row: precision_map.formats_of(row.name)
     steps = {name: step.step(formats_of) for name, formats_of in variants.items()}
     stages = [_stage(step, stage, variants, steps, config) for stage in range(layout.pp)]
-    peak, gpu = max(stage["bytes"]["map"]["peak"] for stage in stages), gpu_memory or step.rates.gpu_memory
+    peak, gpu = max(stage["bytes"]["map"]["peak"] for stage in stages), gpu_memory or step.gpu_memory
     return {
         "schema": PLAN_SCHEMA,
         "model": _fields(layout.model, "rows") | {"blocks": layout.model.blocks, "parameters": layout.model.parameters},
@@ -294,7 +294,7 @@ def _budget(step: StepModel, config: SnipConfig, solution: Solution, steps: Mapp
 
 def _assumptions(step: StepModel, config: SnipConfig) -> list[str]:
     outside = [kind for kind, row in _kinds(step.layout) if step.model.extrapolated(step.layout.shapes[row.name])]
-    lines = [*step.model.assumptions, *step.rates.assumptions(step.links), *step_time.ASSUMPTIONS]
+    lines = [*step.model.assumptions, *step.assumptions()]
     if outside:
         lines.insert(1, f"extrapolated, shapes outside of the measured ones: {', '.join(outside)}")
     return [*lines, *memory.ASSUMPTIONS, _UPDATES, *([] if config.phases is None else [_PHASES])]

@@ -77,50 +77,6 @@ class Links:
 _LINKS = Links()
 
 
-class Rates:
-    """Times of everything except the decoder's linears, from the cost model's table if it has one.
-
-    ``gpu_memory`` are the bytes of a GPU's memory. It is None if no table has them.
-    """
-
-    def __init__(self, model: CostModel) -> None:
-        table = model.table
-        self.gpu_memory = None if table is None else table.memory
-        self._measured_copy = None if table is None else table.copy_rate
-        self._copy = self._measured_copy or STATED_COPY
-        attention = {} if table is None else table.attention
-        self._grid = LogGrid(attention, lambda size: _attention_flops(*size)) if attention else None
-
-    def attention(self, sequence: int, heads: int, head_size: int, batch: int) -> tuple[float, float]:
-        """Return the seconds of causal attention of ``batch`` sequences, forward and backward."""
-        size, grid = (sequence, heads, head_size), self._grid
-        if grid is None:
-            forward = batch * _attention_flops(*size) / (STATED_ATTENTION * FLOPS_RATE)
-            return forward, ATTENTION_BACKWARD * forward
-        return batch * grid.seconds(size, lambda row: row[0]), batch * grid.seconds(size, lambda row: row[1])
-
-    def memory(self, moved: float) -> float:
-        """Return the seconds of element-wise kernels that read and write ``moved`` bytes."""
-        return moved / (self._copy * ELEMENTWISE)
-
-    def accumulation(self, parameters: float) -> float:
-        """Return the seconds of a kernel that adds bf16 gradients to ``main_grad``."""
-        return accumulation_seconds(parameters, self._measured_copy)
-
-    def assumptions(self, links: Links) -> tuple[str, ...]:
-        """Return the assumptions behind the times, a sentence each."""
-        stated = f"stated at {STATED_ATTENTION * FLOPS_RATE / 1e12:.0f} TFLOP/s"
-        attention = stated if self._grid is None else "as torch's fused kernel was measured"
-        copy = "stated" if self._measured_copy is None else "measured"
-        return (
-            f"attention: causal, backward {ATTENTION_BACKWARD:g} × the forward's FLOPs, {attention}",
-            f"norms, RoPE, SwiGLU, additions, embedding, loss, optimizer: bytes moved at {ELEMENTWISE:.0%} of a copy's"
-            f" {self._copy / 1e12:.2f} TB/s ({copy})",
-            f"links (stated), a GPU: {links.within / 1e9:g} GB/s within a node of {links.node_size},"
-            f" {links.between / 1e9:g} GB/s between nodes",
-        )
-
-
 def _attention_flops(sequence: int, heads: int, head_size: int) -> float:
     """Return the FLOPs of the forward of one sequence: two GEMMs, of which half is masked."""
     return 2.0 * math.prod((sequence, sequence, heads, head_size))
@@ -162,13 +118,21 @@ class StepTime:
 
 
 class StepModel:
-    """Predicts the steps of one layout, with the linears' times of ``model`` and the bandwidths of ``links``."""
+    """Predicts the steps of one layout, with the linears' times of ``model`` and the bandwidths of ``links``.
+
+    ``gpu_memory`` are the bytes of a GPU's memory. It is None if no table has them.
+    """
 
     def __init__(self, layout: Layout, model: CostModel, links: Links = _LINKS) -> None:
         self.layout = layout
         self.model = model
         self.links = links
-        self.rates = Rates(model)
+        table = model.table
+        self.gpu_memory = None if table is None else table.memory
+        self._measured_copy = None if table is None else table.copy_rate
+        self._copy = self._measured_copy or STATED_COPY
+        attention = {} if table is None else table.attention
+        self._attention_times = LogGrid(attention, lambda size: _attention_flops(*size)) if attention else None
         self._fuses = layout.fused_swiglu and backend_of(model) == "hopper"
         self._gemms: dict[tuple[LinearShape, Gemm, Format], float] = {}
 
@@ -202,6 +166,20 @@ class StepModel:
         shapes = {kind: self.layout.shapes[row.name] for kind, row in self.layout.kinds.items()}
         return OptionTimes.predict(self.model, shapes, formats)
 
+    def assumptions(self) -> tuple[str, ...]:
+        """Return the assumptions behind the times of everything except the linears, a sentence each."""
+        stated, links = f"stated at {STATED_ATTENTION * FLOPS_RATE / 1e12:.0f} TFLOP/s", self.links
+        attention = stated if self._attention_times is None else "as torch's fused kernel was measured"
+        copy = "stated" if self._measured_copy is None else "measured"
+        return (
+            f"attention: causal, backward {ATTENTION_BACKWARD:g} × the forward's FLOPs, {attention}",
+            f"norms, RoPE, SwiGLU, additions, embedding, loss, optimizer: bytes moved at {ELEMENTWISE:.0%} of a copy's"
+            f" {self._copy / 1e12:.2f} TB/s ({copy})",
+            f"links (stated), a GPU: {links.within / 1e9:g} GB/s within a node of {links.node_size},"
+            f" {links.between / 1e9:g} GB/s between nodes",
+            *ASSUMPTIONS,
+        )
+
     # -- one stage -----------------------------------------------------------------------------------------------
     def _stage(self, stage: int, formats_of: FormatsOf) -> dict[str, float]:
         layout = self.layout
@@ -213,7 +191,7 @@ class StepModel:
         )
         microbatch = {
             "attention": attentions * self._attention(),
-            "elementwise": self.rates.memory(moved),
+            "elementwise": self._memory(moved),
             "ends": self._ends(stage),
             "experts": math.fsum(self._dispatch(row) for row, _ in linears),
             "pipeline": self._pipeline(stage),
@@ -227,12 +205,19 @@ class StepModel:
 
     def _attention(self) -> float:
         """Return the seconds of an attention in one microbatch."""
-        layout, model = self.layout, self.layout.model
-        forward, backward = self.rates.attention(
-            layout.seq_length, model.heads // layout.tp, model.head_size, layout.micro_batch_size
-        )
+        layout, model, grid = self.layout, self.layout.model, self._attention_times
+        size = (layout.seq_length, model.heads // layout.tp, model.head_size)
+        if grid is None:
+            forward = _attention_flops(*size) / (STATED_ATTENTION * FLOPS_RATE)
+            backward = ATTENTION_BACKWARD * forward
+        else:
+            forward, backward = grid.seconds(size, lambda row: row[0]), grid.seconds(size, lambda row: row[1])
         again = 0 if layout.recompute == "none" else 1
-        return ((1 + again) * forward + backward) / layout.cp
+        return layout.micro_batch_size * ((1 + again) * forward + backward) / layout.cp
+
+    def _memory(self, moved: float) -> float:
+        """Return the seconds of element-wise kernels that read and write ``moved`` bytes."""
+        return moved / (self._copy * ELEMENTWISE)
 
     def _layer_bytes(self, rows: Iterable[LinearRow]) -> float:
         """Return the bytes that element-wise kernels read and write in one microbatch.
@@ -271,15 +256,15 @@ class StepModel:
         layout = self.layout
         features = layout.tokens * layout.model.hidden
         rows = layout.vocabulary // layout.tp
-        added = self.rates.accumulation(rows * layout.model.hidden)
+        added = accumulation_seconds(rows * layout.model.hidden, self._measured_copy)
         seconds = 0.0
         if stage == 0:
-            seconds += self.rates.memory(_EMBEDDING_BYTES * features) + added
+            seconds += self._memory(_EMBEDDING_BYTES * features) + added
         if stage == layout.pp - 1:
             shape = LinearShape(layout.tokens, rows, layout.model.hidden)
             loss = math.fsum(self.model.seconds(shape, gemm, Format.BF16) for gemm in Gemm)
             loss += 0.0 if layout.gradient_accumulation_fusion else added
-            loss += self.rates.memory(_LOSS_BYTES * layout.tokens * rows + 2 * sum(_NORM) * features)
+            loss += self._memory(_LOSS_BYTES * layout.tokens * rows + 2 * sum(_NORM) * features)
             seconds += layout.model.predictions * loss
         return seconds
 
@@ -323,7 +308,7 @@ class StepModel:
         parameters, ranks = max(map(layout.stage_parameters, range(layout.pp))), layout.dp * layout.cp
         shards = ranks if layout.distributed_optimizer else 1
         whole = _ZERO_BYTES + (_SCALE_BYTES if ranks > 1 else 0)
-        optimizer = self.rates.memory(_OPTIMIZER_BYTES * parameters / shards + whole * parameters)
+        optimizer = self._memory(_OPTIMIZER_BYTES * parameters / shards + whole * parameters)
         if ranks == 1:
             return 0.0, optimizer
         ring = (ranks - 1) / ranks / self.links.of(layout.tp * ranks)
