@@ -123,7 +123,7 @@ class Writer:
     """Writes lines and whole files in a thread of its own, in the order in which they were given.
 
     :meth:`append` and :meth:`replace` put a record into a queue and return at once. A record that does not fit into the
-    queue is dropped and counted. A record that cannot be written is held with the later ones of its file, and tried
+    queue is dropped and counted. A record that cannot be written waits with the later ones of its file, and is tried
     again with the next record. Those of other files are written meanwhile.
 
     A JSON line is one ``write()`` of one complete line to a file opened with O_APPEND. A whole file is written by
@@ -145,7 +145,7 @@ class Writer:
         self._folder, self._restore, self._loss_record = folder, restore, loss_record
         self._changed = threading.Condition()  # guards the queues and counts; no file is touched inside it
         self._queue = _Queue()  # the first one is being written
-        self._held: dict[Path, _Queue] = {}  # of files that could not be written
+        self._failed: dict[Path, _Queue] = {}  # of files that could not be written
         self._calls: deque[Callable[[], object]] = deque()
         self._lost: Counter[str] = Counter()  # of which no record tells yet
         self._closed = self._has_news = False
@@ -168,7 +168,7 @@ class Writer:
         kind = path.stem if path.parent == self._folder else path.parent.name
         with self._changed:
             waiting, record = len(self._queue), _Record(path, write, data, kind)
-            fits = not waiting or self._fits(record, self._queue, *self._held.values())
+            fits = not waiting or self._fits(record, self._queue, *self._failed.values())
             stalls = waiting and time.monotonic() - self._progress > STALL_S
             if not waiting:
                 self._progress = time.monotonic()
@@ -223,10 +223,10 @@ class Writer:
         answers = self.flush()
         why = self._error if answers else f"the file system has not taken them within {EXIT_S:.0f} s"
         with self._changed:
-            for queue in (self._queue, *self._held.values()):
+            for queue in (self._queue, *self._failed.values()):
                 self._lost += Counter(record.kind for record in queue)
                 queue.clear()
-            self._held.clear()
+            self._failed.clear()
         if answers:
             self.call(self._record_losses, EXIT_S)
         if self._lost:
@@ -252,33 +252,33 @@ class Writer:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_news)
                 self._has_news, calls = False, len(self._calls)
-            self._write_held(math.inf if calls else _RETRIES)
+            self._write_failed(math.inf if calls else _RETRIES)
             self._write_queue()
             for _ in range(calls):
                 self._calls.popleft()()
 
-    def _write_held(self, retries: float) -> None:
+    def _write_failed(self, retries: float) -> None:
         """Try the files that failed before, until so many of them fail again. The next time begins behind these."""
-        for path, records in list(self._held.items()):
+        for path, records in list(self._failed.items()):
             while records and self._is_written(records[0]):
                 self._remove_first(records)
             with self._changed:
-                self._held.pop(path, None)
+                self._failed.pop(path, None)
                 if records:
-                    self._held[path] = records
+                    self._failed[path] = records
                     retries -= 1
             if retries <= 0:
                 return
 
     def _write_queue(self) -> None:
-        """Write the queue. Records of a file that fails are held."""
+        """Write the queue. Records of a file that fails are set aside."""
         while self._queue:
             record = self._queue[0]
-            if record.path in self._held or not self._is_written(record):
-                self._hold(record)
+            if record.path in self._failed or not self._is_written(record):
+                self._set_aside(record)
             else:
                 self._remove_first(self._queue)
-        if not self._held:
+        if not self._failed:
             self._record_losses()
 
     def _is_written(self, record: _Record) -> bool:
@@ -296,15 +296,15 @@ class Writer:
                 queue.take()
             self._progress = time.monotonic()
 
-    def _hold(self, record: _Record) -> None:
-        """Move the first record of the queue to those of its file that are held."""
+    def _set_aside(self, record: _Record) -> None:
+        """Move the first record of the queue to those of its file that failed before."""
         with self._changed:
             if not self._queue:  # close has given up
                 return
             self._queue.take()
-            fits = self._fits(record, *self._held.values(), share=0.5)
+            fits = self._fits(record, *self._failed.values(), share=0.5)
             if fits:
-                self._held.setdefault(record.path, _Queue()).put(record)
+                self._failed.setdefault(record.path, _Queue()).put(record)
             else:
                 self._lost[record.kind] += 1
             self._progress = time.monotonic()

@@ -11,7 +11,6 @@ from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting import map_views as views
 from snip_megatron.reporting.map_views import phase_view
 from snip_megatron.reporting.report import render
-from snip_megatron.reporting.summary import headline, summarise
 from snip_megatron.runtime.run_data import RunData, load_run
 from snip_megatron.sensitivity.times import OptionTimes
 
@@ -33,9 +32,6 @@ FP4 = PrecisionMap.uniform(synthetic_run.LINEARS, Format.FP4)
 PRECISE = {option_id(name, Gemm.FPROP): Format.FP8 for name in synthetic_run.LINEARS}
 EARLY = replace(FP4, loss=0.5)
 LATE = PrecisionMap(choices={**FP4.choices, **PRECISE}, loss=0.125)
-TIMED = {"budget": "speedup", "target": 1.4}
-FAST = replace(EARLY, speedup=2.0, step_speedup=1.5, **TIMED)
-SLOW = replace(LATE, speedup=1.25, step_speedup=1.2, **TIMED)
 
 
 def plan_of(
@@ -102,26 +98,3 @@ def test_phases_move_with_the_end_of_the_run(path: Path) -> None:
     assert (row["share"], row["map"].loss) == (0.5, LATE.loss)
     page = render(run, live=True)
     assert '<td class="word">plan_moved</td><td class="text">last_before 120, last 240' in page
-
-
-# -- was it worth it -----------------------------------------------------------------------------------------------
-HOPPER = {"gemm_backend": "hopper", "device": "NVIDIA H200", "train_iters": 1000}
-
-
-@pytest.fixture
-def timed_run(tmp_path: Path) -> Path:
-    """2 s a step in bf16, 1.5 s from step 35 on; 120 steps of 1000."""
-    options = {"updates": 1, "first": 30, "faults": False, "seconds": (2.0, 1.5), "config": {"update_interval": 0}}
-    return synthetic_run.write_run(tmp_path / "timed", facts=HOPPER, **options)
-
-
-def adopted(path: Path, precision_map: PrecisionMap) -> RunData:
-    (path / "maps" / "step_35.json").write_text(replace(precision_map, version=1).to_json())
-    return load_run(path)
-
-
-def test_the_saving_over_the_run_takes_the_map_in_force_for_the_last_one(timed_run: Path) -> None:
-    synthetic_run.add_plan(timed_run, plan_of((35, FAST), (500, SLOW), last=1000))
-    worth = summarise(adopted(timed_run, FAST))
-    assert worth.saved_run_s == pytest.approx(worth.saved_s + 880 * 0.5)
-    assert "over the run if this map stays" in headline(worth)

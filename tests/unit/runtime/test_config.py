@@ -192,11 +192,6 @@ def test_a_share_of_fp4_where_four_bits_are_no_faster_is_said() -> None:
     assert dominated(Budget("loss", 0.01), ("bf16", "fp8"), "hopper") is None
 
 
-def test_from_args_of_a_foreign_namespace() -> None:
-    """A namespace without our arguments, as Megatron's own entry would give, is SNIP off."""
-    assert resolve_arguments(argparse.Namespace(lr=1.0)) == SnipConfig()
-
-
 # One of each type: arguments are generated from the fields.
 SAMPLES: dict[str, tuple[list[str], Any]] = {
     "formats": (["nvfp4,mxfp8"], ("nvfp4", "mxfp8")),

@@ -1,7 +1,6 @@
 """What a probe takes on a rank, and how ranks agree whether it fits."""
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from snip_megatron.planner.models import Llama
 from snip_megatron.precision import DENSE_LAYER, Format, LinearId, LinearRow
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host, Unmeasured
-from snip_megatron.runtime.probe import ProbeRunner
 from snip_megatron.runtime.probe_memory import (
     FreeMemory,
     Need,
@@ -123,13 +121,3 @@ def test_too_little_for_one_sequence_is_said_in_words_and_figures() -> None:
         "not enough memory: rank 0 has 0.50 GiB free, a probe may take 3.00 GiB",
         {"rank": 0, "needed_bytes": 3 * 2.0**30, "free_bytes": 2.0**29},
     )
-
-
-def test_the_first_pass_is_measured_beside_what_is_allocated_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer's state, which is allocated after the first pass, is no part of what a pass takes."""
-    runner = object.__new__(ProbeRunner)
-    runner._host, runner.first_peak = SimpleNamespace(device=torch.device("cuda")), 0.0  # type: ignore[assignment]
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 << 30)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 33 << 30)
-    assert runner.first_pass(lambda: "losses") == "losses"
-    assert runner.first_peak == 23 << 30
