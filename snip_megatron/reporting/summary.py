@@ -94,7 +94,7 @@ class Memory:
     resident: bool
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunSummary:
     """The figures of a run and their verdict. Times are those of rank 0, in seconds. None means: not known.
 
@@ -116,25 +116,25 @@ class RunSummary:
         gpus: number of GPUs. 0 on a CPU.
     """
 
+    verdict: str = ""
+    why: str
+    warnings: tuple[str, ...] = ()
     steps: int
     total_steps: int | None
     bf16_s: float | None
     bf16_steps: int
     maps: tuple[Stretch, ...]
     saved_s: float | None
+    saved_run_s: float | None = None
     updates: int
     costs: Mapping[str, float]
     loss: LossCost | None
     memory: Memory | None
     tokens_s: float | None
-    lost: Mapping[str, int]
-    gpus: int
-    why: str = ""
-    verdict: str = ""
-    warnings: tuple[str, ...] = ()
-    saved_run_s: float | None = None
     over_fp8: float | None = None
     fp8: str = ""
+    lost: Mapping[str, int]
+    gpus: int
 
     @property
     def gpu_hours_saved(self) -> float | None:
@@ -200,6 +200,7 @@ def summarise(run: RunData) -> RunSummary:
     batch, length = number(run.facts.get("global_batch_size")), number(run.config.get("seq_length"))
     step_s = next((stretch.step_s for stretch in reversed(maps) if stretch.step_s), None)
     summary = RunSummary(
+        why=_why_not_judged(run),
         steps=steps,
         total_steps=None if train_iters is None else max(int(train_iters), steps),
         bf16_s=account.bf16_s,
@@ -213,7 +214,6 @@ def summarise(run: RunData) -> RunSummary:
         tokens_s=None if batch is None or length is None or step_s is None else batch * length / step_s,
         lost=run.lost,
         gpus=0 if run.facts.get("device", "cpu") == "cpu" else int(number(run.facts.get("world_size")) or 1),
-        why=_why_not_judged(run),
     )
     last = run.adoptions[-1].precision_map if run.adoptions else None
     over = None if prediction is None or last is None else prediction.over_fp8(last, account.latest_bf16_s)
