@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.map_views import Prediction
 from snip_megatron.runtime.account import STEPS, TOLERANCE, Account, Stretch, duration, is_quantised
-from snip_megatron.runtime.run_data import Adoption, RunData, load_run, number
+from snip_megatron.runtime.run_data import Adoption, RunData, number
 from snip_megatron.sensitivity.policies import in_nats
 
 SCHEMA = "snip.worth/1"
@@ -515,23 +514,3 @@ def _memory_text(summary: RunSummary) -> str:
     what = "resident memory" if memory.resident else "GPU memory"
     before = "" if memory.before is None else f", {memory.before / 2**30:.2f} GiB before the first update"
     return f"Peak of {what} on rank 0: {memory.peak / 2**30:.2f} GiB{before}."
-
-
-# -- the end of a run ------------------------------------------------------------------------------------------------
-def finish(run: Path) -> None:
-    """Print whether the run was worth it, and write ``report.html`` into its directory and print its path.
-
-    Failures are printed only.
-    """
-    # The record is already on disk. A missing package or a full disk must not change the exit code of the job.
-    try:
-        for line in lines(summarise(load_run(run))):
-            print(f"snip: {line}", flush=True)
-    except Exception as error:
-        print(f"snip: no summary: {error}", flush=True)
-    try:
-        from snip_megatron.reporting.report import write_report  # which needs plotly
-
-        print(f"snip: report: {write_report(run)}", flush=True)
-    except Exception as error:
-        print(f"snip: no report: {error}; later: snip report {run}", flush=True)
