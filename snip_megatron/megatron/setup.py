@@ -35,8 +35,8 @@ from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.kernels.launch import share_cache
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.reporting.end_of_run import finish
+from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.agreement import on_rank_zero
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller, OnAdopt

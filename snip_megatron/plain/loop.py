@@ -21,9 +21,9 @@ from snip_megatron.plain.host import Loss, PlainStep, check_optimizer, check_tra
 from snip_megatron.plain.model import Structure, convert_linears, find_structure
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError, python_arguments
+from snip_megatron.reporting.end_of_run import finish
 from snip_megatron.reporting.sensitivity import lines, rank, unit_of
 from snip_megatron.reporting.sinks import Sinks
-from snip_megatron.reporting.end_of_run import finish
 from snip_megatron.runtime.agreement import Terms, configuration_table, of_group, on_rank_zero, together
 from snip_megatron.runtime.config import SnipConfig, resolve
 from snip_megatron.runtime.controller import Controller, OnAdopt
