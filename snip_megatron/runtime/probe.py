@@ -216,7 +216,6 @@ class Passes:
     ) -> None:
         self._host, self._registry, self._config = host, registry, config
         self._step, self._microbatches, self._sequences, self._update = step, microbatches, sequences, update
-        self._together = functools.partial(update.together, "reduction")
 
     def run(self, stack: ExitStack, clip: float, *, weighs_updates: bool) -> ProbeResult:
         """Run the passes. Recorders stay until ``stack`` is closed. See :meth:`ProbeRunner.run`."""
@@ -286,6 +285,9 @@ class Passes:
         return time.perf_counter() - started
 
     # -- reduction ---------------------------------------------------------------------------------------------
+    def _together[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._update.together("reduction", work, *args, **kwargs)
+
     def _tokens(self) -> int:
         """Finish the statistics pass on this rank. Returns the tokens of a microbatch."""
         tokens = self._host.tokens
