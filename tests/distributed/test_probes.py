@@ -1,6 +1,6 @@
-"""What a probe measures does not depend on how Megatron scales a loss. That it leaves no trace: test_transactions.py.
+"""What a probe measures does not depend on how Megatron scales a loss, nor on where the optimizer is.
 
-That it does not depend on the parallel layout: test_layout_matrix.py.
+That it does not depend on the parallel layout: test_layout_matrix.py. That it leaves no trace: test_transactions.py.
 """
 
 import shlex
@@ -38,8 +38,18 @@ def test_the_scale_of_a_loss_scales_no_statistic(warm: WarmRanks, tmp_path: Path
         assert fp16[column].sum() == pytest.approx(expected[column].sum(), rel=0.05), column
 
 
-def probed_table(warm: WarmRanks, tmp: Path, ranks: int, *arguments: str) -> StatisticsTable:
+def test_an_optimizer_on_the_host_has_the_update_errors_of_one_on_the_device(warm: WarmRanks, tmp_path: Path) -> None:
+    sharded = ("--bf16", "--use-distributed-optimizer")
+    on_the_host = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 1.0"
+    device = probed_table(warm, tmp_path / "device", 2, *sharded).arrays
+    host = probed_table(warm, tmp_path / "host", 2, *sharded, *on_the_host.split(), alter="mask,offload").arrays
+    assert (device["drift2"] > 0).all()
+    for name in ("drift2", "by_format.wdrift2"):
+        np.testing.assert_allclose(host[name], device[name], rtol=1e-3, err_msg=name)
+
+
+def probed_table(warm: WarmRanks, tmp: Path, ranks: int, *arguments: str, alter: str = "mask") -> StatisticsTable:
     """The statistics of the first update, before step 1."""
     args = tiny_llama_args(*MEASURE_ONCE, *arguments, "--snip-dir", str(tmp / "run"), iters=4)
-    warm.succeed(ranks, args, tmp=tmp, module="altered_pretrain", env={"ALTER": "mask"})
+    warm.succeed(ranks, args, tmp=tmp, module="altered_pretrain", env={"ALTER": alter})
     return StatisticsTable.load(tmp / "run" / "stats" / "step_1.npz")

@@ -7,12 +7,11 @@ import torch
 
 from snip_megatron.numerics.products.grouped import GroupRows, group_rows
 from snip_megatron.numerics.products.grouped_hopper import add_wgrad
-from snip_megatron.numerics.quantize import derive_seeds, operands
-from snip_megatron.numerics.quantize.device_keys import DeviceKeys, LinearIdentity
+from snip_megatron.numerics.quantize import operands
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, RowMap
 from snip_megatron.numerics.quantize.reference import Rotation
 
-from ..specs import spec
+from ..specs import keys_of_a_step, spec
 from .interpreter import Quantizers, matrix
 from .test_quantize import assert_operands
 
@@ -93,12 +92,8 @@ def test_subnormal_scales(quantizers: Quantizers, fmt: str, size: float) -> None
 
 
 def test_keys_from_memory(quantizers: Quantizers) -> None:
-    x = matrix(40, 96)
-    keys = DeviceKeys([LinearIdentity(4, 1, 3)], (1, 2), torch.device("cpu"))
-    keys.start_step(1, 2)
-    row, col = keys.next(0)
-    found = quantizers.call("quantize_exact", x, spec("nvfp4", "mxfp4", row_seed=row, col_seed=col))
-    seeds = derive_seeds((1, 2, 3, 4), (1, 2))
+    x, (seeds, words) = matrix(40, 96), keys_of_a_step()
+    found = quantizers.call("quantize_exact", x, spec("nvfp4", "mxfp4", row_seed=words[0], col_seed=words[1]))
     assert_same(found, operands.quantize_exact(x, spec("nvfp4", "mxfp4", row_seed=seeds[0], col_seed=seeds[1])))
 
 

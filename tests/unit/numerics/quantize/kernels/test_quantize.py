@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from snip_megatron.numerics.quantize import derive_seeds, operands
+from snip_megatron.numerics.quantize import operands
 from snip_megatron.numerics.quantize.device_keys import DeviceKeys, LinearIdentity, advance
 from snip_megatron.numerics.quantize.kernels import quantize, swiglu
 from snip_megatron.numerics.quantize.kernels.launch import list_launches
@@ -14,8 +14,8 @@ from snip_megatron.numerics.quantize.operands import CachedPair, Operand, Operan
 from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError
 
+from ..specs import keys_of_a_step, spec
 from ..specs import matrix as seeded_matrix
-from ..specs import spec
 from .interpreter import Quantizers, matrix
 
 BF16 = torch.bfloat16
@@ -198,10 +198,7 @@ def test_tiles_with_keys_from_memory(quantizers: Quantizers) -> None:
     """Equal to those whose seeds are arguments."""
     formats = ("fp4", "fp4")
     x, cols = seeded_matrix(128, 192), torch.arange(192) * 2
-    seeds = derive_seeds((1, 2, 3, 4), (1, 2))
-    keys = DeviceKeys([LinearIdentity(4, 1, 3)], (1, 2), torch.device("cpu"))
-    keys.start_step(1, 2)
-    words = [key.clone() for key in keys.next(0)]
+    seeds, words = keys_of_a_step()
 
     def tiles(keys: Any) -> OperandPair:
         how = spec(*formats, row_seed=keys[0], col_seed=keys[1], cols=cols)
