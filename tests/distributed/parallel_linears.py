@@ -112,16 +112,12 @@ CANDIDATES = ("fp8_tensor", "nvfp4", "fp8", "nvfp4_46", "nvfp4_hadamard", "mxfp4
 
 
 def run(
-    case: Case,
-    group: dist.ProcessGroup,
-    *,
-    recorded: dict[str, torch.Tensor] | None = None,
-    saved: list[int] | None = None,
-) -> Tensors:
-    """Build Megatron's linear over ``group``, convert it, and run it forward and backward once.
+    case: Case, group: dist.ProcessGroup, *, probing: bool = False
+) -> tuple[Tensors, dict[str, torch.Tensor], list[int]]:
+    """Build Megatron's linear over ``group``, convert it, and run it forward and backward once, as in a probe or not.
 
-    With ``recorded`` it runs as in a probe, and that gets the recorder's sums by candidate format. ``saved`` gets the
-    bytes of each tensor that the forward saves for the backward, the weight aside.
+    Returns the tensors, what a probe records by candidate (float64, this rank's share of the sums of squared errors),
+    and the bytes of each tensor that the forward saves for the backward, the weight aside.
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -161,14 +157,15 @@ def run(
     registry[str(linear)].state.formats = case.formats
     registry.start_step(6)
     recorder = LinearRecorder(registry[str(linear)], CANDIDATES, sample_tokens=16)
-    if recorded is not None:
+    if probing:
         registry.context.probing, registry[str(linear)].state.recorder = True, recorder
     main_grad = module.weight.main_grad = torch.zeros_like(w, dtype=torch.float32)
     module.weight.grad_added_to_main_grad = False
     x.requires_grad_()
+    saved: list[int] = []
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        if saved is not None and t.data_ptr() != module.weight.data_ptr():
+        if t.data_ptr() != module.weight.data_ptr():
             saved.append(t.numel() * t.element_size())
         return t
 
@@ -178,23 +175,8 @@ def run(
     if not module.weight.grad_added_to_main_grad:  # all bf16: Megatron's own path, finished by DDP's hook
         main_grad += module.weight.grad
     assert x.grad is not None
-    if recorded is not None:
-        recorded |= {name: value for name, value in recorder.sums.items() if value.dim()}
-    return y.detach(), x.grad, main_grad
-
-
-def record(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """Column name -> float64 [candidates]: this rank's share of the sums of squared errors."""
-    recorded: dict[str, torch.Tensor] = {}
-    run(case, group, recorded=recorded)
-    return recorded
-
-
-def saved_bytes(case: Case, group: dist.ProcessGroup) -> list[int]:
-    """Bytes of each tensor saved of X."""
-    saved: list[int] = []
-    run(case, group, saved=saved)
-    return saved
+    sums = {name: value for name, value in recorder.sums.items() if value.dim()}
+    return (y.detach(), x.grad, main_grad), sums, saved
 
 
 def main() -> None:
@@ -206,12 +188,11 @@ def main() -> None:
     rank, folder = dist.get_rank(), Path(os.environ["OUT"])
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     both = parallel_state.get_tensor_model_parallel_group()
-    torch.save({str(case): run(case, both) for case in CASES}, folder / f"rank{rank}.pt")
-    if rank == 0:
-        torch.save({str(case): run(case, alone) for case in CASES}, folder / "whole.pt")
-        torch.save({str(case): record(case, alone) for case in WHOLE_TENSOR_CASES}, folder / "recorded.pt")
-    torch.save({str(case): record(case, both) for case in WHOLE_TENSOR_CASES}, folder / f"recorded{rank}.pt")
-    sequence_parallel = [case for case in CASES if case.sequence_parallel]
-    torch.save({str(case): saved_bytes(case, both) for case in sequence_parallel}, folder / f"saved{rank}.pt")
+    for name, ending, group in (("rank", rank, both), *([("whole", "", alone)] if rank == 0 else [])):
+        results = {str(case): run(case, group) for case in CASES}
+        recorded = {str(case): run(case, group, probing=True)[1] for case in WHOLE_TENSOR_CASES}
+        torch.save({case: tensors for case, (tensors, _, _) in results.items()}, folder / f"{name}{ending}.pt")
+        torch.save({case: saved for case, (_, _, saved) in results.items()}, folder / f"saved{ending}.pt")
+        torch.save(recorded, folder / f"recorded{ending}.pt")
     dist.barrier()
     dist.destroy_process_group()

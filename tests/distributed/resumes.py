@@ -8,7 +8,6 @@ change places: later maps may cost ``EXCESS_LIMIT`` more than the uninterrupted 
 
 import functools
 import math
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,7 +180,8 @@ class ResumeRuns:
             "figures": figures(run) == [figure for figure in figures(whole) if figure[0] >= point],
             "decisions": _same_decisions(run, whole, point),
             "maps": _choices(run, point) == _choices(whole, point),
-            "checkpoint": differences(*ends) == [] and all(SNIP_KEY + "state" in _keys(end) for end in ends),
+            "checkpoint": differences(*ends) == []
+            and all(any(name.startswith(SNIP_KEY + "state") for name in end) for end in ends),
         }
         return row | {"passed": all(row[part] for part in ("figures", "decisions", "maps", "checkpoint"))}
 
@@ -215,7 +215,7 @@ class ResumeRuns:
         """A checkpoint of SNIP in our entry without ``--snip``, and in Megatron's ``pretrain`` with nothing of ours."""
         case = SAME_LAYOUT[name]
         self.whole(name)
-        kept = _without_snip(shlex.split(case.arguments))
+        kept = case.arguments.removeprefix(_NOISE).split()
         loading = ("--load", str(self._folder / name / "checkpoint"), "--ckpt-step", str(point))
         curves = []
         for module in ("snip_megatron.pretrain_gpt", "altered_pretrain:plain"):
@@ -234,7 +234,7 @@ class ResumeRuns:
     def enter_snip(self, name: str) -> dict[str, Any]:
         """A checkpoint without SNIP's state under SNIP: one notice, bf16 until the next update."""
         case = SAME_LAYOUT[name]
-        kept, saved = _without_snip(shlex.split(case.arguments)), self._folder / f"{name}-plain" / "checkpoint"
+        kept, saved = case.arguments.removeprefix(_NOISE).split(), self._folder / f"{name}-plain" / "checkpoint"
         saving = ("--save", str(saved), "--save-interval", "2", "--exit-interval", "2")
         tmp = self._folder / f"{name}-plain"
         args = tiny_llama_args(*kept, *saving, iters=case.steps)
@@ -259,23 +259,6 @@ class ResumeRuns:
 def _resharded(place: str) -> Interrupted:
     ranks, arguments = PLACES[place]
     return Interrupted(ranks, " ".join([*MODEL, _RESHARDED, arguments]), RESHARDED_STEPS)
-
-
-def _without_snip(arguments: list[str]) -> list[str]:
-    """Megatron's arguments alone."""
-    kept, skip = [], False
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
-        if argument.startswith("--snip"):
-            skip = not following.startswith("--")
-        elif skip:
-            skip = False
-        else:
-            kept.append(argument)
-    return kept
-
-
-def _keys(state: dict[str, Any]) -> set[str]:
-    return {name.split("/")[0] for name in state}
 
 
 def _choices(run: Path, point: int) -> dict[int, Mapping[str, Any]]:
