@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.guard import MIN_RISE, WINDOW
 from snip_megatron.runtime.run_data import Adoption, RunData, number
 
-_WINDOW = 50
-_SIGMA, _MIN_RISE = 6.0, 0.01
 _SEVERAL, _MANY = 3, 5
 """How many maps are judged by their mean, and how many times its prediction a rise is named."""
 
@@ -33,13 +33,13 @@ def loss_spikes(run: RunData) -> list[int]:
     As for the guard, a spike is also at least 1 % above that mean.
     """
     points = [(step, loss) for step, loss in zip(*run.series("loss"), strict=True) if loss is not None]
-    if len(points) <= _WINDOW:
+    if len(points) <= WINDOW:
         return []
     losses = np.array([loss for _, loss in points])
-    windows = np.lib.stride_tricks.sliding_window_view(losses[:-1], _WINDOW)
-    mean, sigma = windows.mean(axis=1), number(run.config.get("guard_sigma")) or _SIGMA
-    limit = mean + np.maximum(sigma * windows.std(axis=1), _MIN_RISE * np.abs(mean))
-    return [points[_WINDOW + int(i)][0] for i in np.flatnonzero(losses[_WINDOW:] > limit)]
+    windows = np.lib.stride_tricks.sliding_window_view(losses[:-1], WINDOW)
+    mean, sigma = windows.mean(axis=1), number(run.config.get("guard_sigma")) or SnipConfig.guard_sigma
+    limit = mean + np.maximum(sigma * windows.std(axis=1), MIN_RISE * np.abs(mean))
+    return [points[WINDOW + int(i)][0] for i in np.flatnonzero(losses[WINDOW:] > limit)]
 
 
 def measured_rise(adoption: Adoption) -> str | None:

@@ -315,9 +315,8 @@ def resolve_arguments(args: argparse.Namespace, backend: str | None = None) -> S
     """Return the configuration that parsed arguments ask for, as :func:`resolve` does.
 
     Megatron's arguments beside SNIP's tell when training ends, whether its data are random tokens, and which recipe of
-    its own FP8 or FP4 it names. A
-    namespace without SNIP's arguments gives a configuration that is not enabled. Raises SnipError as :func:`resolve`
-    does, and if an argument is given without ``--snip``.
+    its own FP8 or FP4 it names. A namespace without SNIP's arguments gives a configuration that is not enabled. Raises
+    SnipError as :func:`resolve` does, and if an argument is given without ``--snip``.
     """
     options = given_options(args, SnipConfig)
     if not getattr(args, "snip", False):

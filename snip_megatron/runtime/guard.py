@@ -18,9 +18,8 @@ from snip_megatron.runtime.config import SnipConfig
 if TYPE_CHECKING:
     from snip_megatron.runtime.exchange import StepFigures
 
-_MIN_LOSSES, _WINDOW = 10, 50
-"""Minimum and maximum number of losses for a mean and a deviation. With fewer, only NaN and Inf raise an alarm.
-"""
+_MIN_LOSSES, WINDOW = 10, 50
+"""Minimum and maximum number of losses for a mean and a deviation. With fewer, only NaN and Inf raise an alarm."""
 
 _PATIENCE = 3
 """Number of spikes in a row after which the last good map is restored."""
@@ -28,7 +27,7 @@ _PATIENCE = 3
 _BAR = 0.9
 """Limit of a map's predicted loss after another was taken back, as a multiple of that one's."""
 
-_MIN_RISE = 0.01
+MIN_RISE = 0.01
 """A loss is a spike only if it exceeds the mean by this share, however small the standard deviation is."""
 
 _REFUSALS = 3
@@ -129,11 +128,11 @@ class Guard:
                 return Alarm(figures.step, reason, figures.loss, limit)
         elif spike and self.state.probation is None:
             self.state.spikes += 1
-            if self.state.spikes >= _WINDOW:
+            if self.state.spikes >= WINDOW:
                 self.state.losses = ()
         elif figures.loss is not None and not figures.broken and not spike:
             self.state.spikes = 0
-            self.state.losses = (*self.state.losses, figures.loss)[-_WINDOW:]
+            self.state.losses = (*self.state.losses, figures.loss)[-WINDOW:]
         self._end_probation(figures.step, in_force)
         return None
 
@@ -148,7 +147,7 @@ class Guard:
         if len(losses) < _MIN_LOSSES:
             return None
         mean = statistics.fmean(losses)
-        return mean + max(self._sigma * statistics.pstdev(losses, mean), _MIN_RISE * abs(mean))
+        return mean + max(self._sigma * statistics.pstdev(losses, mean), MIN_RISE * abs(mean))
 
 
 def predicted_loss(precision_map: PrecisionMap) -> float | None:

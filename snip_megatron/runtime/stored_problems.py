@@ -118,8 +118,8 @@ def rebuild(
     """Build a new problem of one map from stored statistics. The run may have had phases.
 
     ``fields`` replace fields of the run's request. ``budget`` is None for the run's own, and ``timings``, the name of a
-    table of times, for the run's own times. Raises SnipError if the
-    statistics or the stored times lack what the new request needs.
+    table of times, for the run's own times. Raises SnipError if the statistics or the stored times lack what the new
+    request needs.
     """
     request = stored.request()
     budget, fields = budget or request.budget, dict(fields)
