@@ -426,14 +426,10 @@ def torch_attention() -> None:
 
     datasets.ENGINES_OF_PACKED.append("local")
     if importlib.util.find_spec("datasets") is None:
-        _install_module("datasets").load_dataset = load_dataset  # type: ignore[attr-defined]
+        module: Any = types.ModuleType("datasets")
+        module.__spec__, module.load_dataset = importlib.machinery.ModuleSpec("datasets", None), load_dataset
+        sys.modules["datasets"] = module
     backends.DotProductAttention = gpt_layer_specs.DotProductAttention = TorchAttention
-
-
-def _install_module(name: str) -> types.ModuleType:
-    module = sys.modules[name] = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    return module
 
 
 def traced(warm: Any, ranks: int, args: list[str], folder: Path, **variables: str) -> list[dict[str, Any]]:

@@ -48,8 +48,8 @@ def run_cases(
             of_case = dataclasses.replace(job, formats=PrecisionMap(choices=dict.fromkeys(formats, Format.BF16)))
         registry.adopt(of_case.formats)
         with ExitStack() as stack:
-            if case in globals():
-                stack.enter_context(globals()[case](registry, call.model))
+            if plant := globals().get(case) or globals().get(case.removeprefix("stock_")):
+                stack.enter_context(plant(registry, call.model))
             # An outlier is in the weights, which the optimizer's copies do not follow here.
             state: Any = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
             checks = [] if case in ("outlier", "part") else [state]
@@ -120,16 +120,6 @@ def stock_rows(registry: LinearRegistry, model: Any) -> Any:
         return staticmethod(faulty)
 
     return replaced(LinearWithGradAccumulationAndAsyncCommunication, "forward", wrapper)
-
-
-def stock_lost(registry: LinearRegistry, model: Any) -> Any:
-    """The part of one rank is missing in the sums of Megatron's own row-parallel linears."""
-    return lost(registry, model)
-
-
-def stock_lost_gradient(registry: LinearRegistry, model: Any) -> Any:
-    """The part of one rank is missing in the sums of input gradients."""
-    return lost_gradient(registry, model)
 
 
 def stale(registry: LinearRegistry, model: Any) -> Any:

@@ -1,5 +1,6 @@
 """Problems in predicted seconds: costs, savings, what is reachable, and requests that survive JSON."""
 
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ SIZES = ((1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584))
 LLAMA = {kind: LinearShape(8192, *size, microbatches=4) for kind, size in zip(DENSE_LAYER, SIZES, strict=True)}
 
 
+@functools.cache
 def times(model: str = "h200", formats: tuple[str, ...] = FORMATS) -> OptionTimes:
     """The linears of a 70B model on 8 ranks, 4 microbatches of 8,192 tokens; by kind."""
     return OptionTimes.predict(load_cost_model(model), LLAMA, [Format(f) for f in formats])
