@@ -40,6 +40,8 @@ LAYOUTS: dict[str, Layout] = {
     "PP2, virtual stages": (2, "--num-layers 4 --pipeline-model-parallel-size 2"
                             " --num-layers-per-virtual-pipeline-stage 1"),
 }  # fmt: skip
+DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+"""Random numbers that an update must give back to a training."""
 CASES = 24  # of a training
 BY_TORCHRUN = ("recording", "adoption", "checkpoint")
 """Moments at which torchrun restarts the killed rank of one layout. Elsewhere the job is started again."""
@@ -160,7 +162,7 @@ class Job:
                 self.outcomes[index] = "stopped with a checkpoint"  # else for a case that needs a start or an end
         elif case.fault == "rank killed":
             self.outcomes[index] = "killed, and started again"
-        elif case.fault in ENDS and not traced and len(lines) == 1:
+        elif case.fault in ENDS and ends(case) and not traced and len(lines) == 1:
             self.outcomes[index] = f"ended in a line: {lines[0].split(': ', 1)[1]}"
         elif case.fault in ENDS and traced and MOMENTS[case.moment].host:
             self.outcomes[index] = "ended by Megatron's own error"
@@ -272,7 +274,7 @@ def run_cases(
     warm: Any, folder: Path, layout: str, cases: Sequence[Case], delay: float, torchrun: bool = False
 ) -> list[dict[str, Any]]:
     """Run one training with the cases. Returns a line for each."""
-    job = Job(warm, folder, LAYOUTS[layout], cases, delay, torchrun)
+    job = Job(warm, folder, LAYOUTS[layout], cases, delay, torchrun, extra=DROPOUT)
     why = None
     try:
         job.run()
