@@ -207,7 +207,7 @@ def _free_port() -> int:
     """Return a port that no other case has, below those that the system gives to connections."""
     for port in _ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("", port))  # the store of a training listens on all addresses
             return port
     raise AssertionError
 

@@ -273,7 +273,7 @@ def _in_scales(change: Callable[[torch.Tensor], torch.Tensor], operand: str) -> 
 
 def _transpose(scale: torch.Tensor) -> torch.Tensor:
     """The scales of tiles are read in the order of columns instead of rows."""
-    return scale if scale.dim() != 2 or 1 in scale.shape else scale.copy_(scale.t().reshape(scale.shape))
+    return scale if scale.dim() != 2 or 1 in scale.shape else scale.copy_(scale.t().clone().reshape(scale.shape))
 
 
 def _double_first(scale: torch.Tensor) -> torch.Tensor:

@@ -118,6 +118,15 @@ def test_an_error_that_a_format_always_has_is_no_harm() -> None:
     assert list(outliers(errors | {keys[2]: 0.06}, bits)) == [keys[2]]
 
 
+def test_weight_gradients_of_one_linear_may_grow_with_depth() -> None:
+    """Products cancel in this linear alone, in the last layers most: its errors are above those of other linears."""
+    growing, even = ([(f"decoder.layers.{layer}.{path}", "wgrad") for layer in range(22)] for path in ("fc1", "fc2"))
+    errors = {key: 0.019 * 3 ** (layer / 21) for layer, key in enumerate(growing)} | dict.fromkeys(even, 0.028)
+    bits, operands = dict.fromkeys(errors, 8), dict.fromkeys(errors, 0.0376**2)
+    assert outliers(errors, bits, operands) == {}
+    assert list(outliers(errors | {growing[3]: 0.1}, bits, operands)) == [growing[3]]
+
+
 RECIPES = {
     "hybrid": HostRecipe("delayed", hybrid=True),
     "e4m3": HostRecipe("tensorwise"),
