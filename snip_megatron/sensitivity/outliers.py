@@ -88,7 +88,7 @@ def _alone(errors: Mapping[int | None, float]) -> int | None:
 
 def _kind(key: Key) -> str:
     """Return the name of a linear without the numbers of its layer and expert."""
-    return re.sub(r"\d+", "*", key[0])
+    return re.sub(r"\.\d+", "", key[0])
 
 
 def _peers(errors: Mapping[Key, float], bits: Mapping[Key, int], key: Key) -> list[Key]:
