@@ -137,6 +137,8 @@ class Job:
         )
         args = tiny_llama_args(*shlex.split(fixed), *self.extra, *extra, iters=self.steps)
         env, tmp = {"FAULTS": str(self.folder), "START": name}, self.folder / name
+        if self.torchrun:  # whose ranks read all of the mock data
+            env["WHOLE_MOCK_DATA"] = "1"
         if self.torchrun and cases:
             done = by_torchrun(world, args, env, tmp, restarts=len(cases))
         else:
