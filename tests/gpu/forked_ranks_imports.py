@@ -2,19 +2,55 @@
 
 import contextlib
 import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
 
-from rank_process import read_help_of_options_once
+import torch
 
-from snip_megatron.megatron.startup import prepare
+_CARD = """
+import torch
+card = torch.cuda.get_device_properties(0)
+print(card.name, card.major, card.minor, card.shared_memory_per_block_optin, sep="|")
+"""
 
-prepare([], [])
-for name in (
-    "transformer_engine.pytorch", "snip_megatron.pretrain_gpt", "snip_megatron.megatron.entry",
-    "snip_megatron.megatron.setup", "snip_megatron.runtime.sidecar", "megatron.core.datasets.helpers",
-    "megatron.core.models.mimo", "megatron.core.tokenizers.text.models",
-    "megatron.core.tokenizers.text.text_tokenizer", "plotly.graph_objects",
-):  # fmt: skip
-    with contextlib.suppress(Exception):  # not on this machine, or broken: a training says which
-        importlib.import_module(name)
 
-read_help_of_options_once()
+@contextlib.contextmanager
+def no_context_on_the_card() -> Iterator[None]:
+    """Let another process ask what the card is: CUDA must not be initialised before a fork.
+
+    Kernels of Megatron 0.20 (gated delta products) ask when they are imported.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    said = subprocess.run([sys.executable, "-c", _CARD], capture_output=True, text=True, check=True).stdout
+    name, major, minor, shared = said.splitlines()[-1].split("|")
+    card = SimpleNamespace(name=name, major=int(major), minor=int(minor), shared_memory_per_block_optin=int(shared))
+    with mock.patch.multiple(
+        torch.cuda,
+        get_device_properties=lambda *_: card,
+        get_device_name=lambda *_: card.name,
+        get_device_capability=lambda *_: (card.major, card.minor),
+    ):
+        yield
+
+
+with no_context_on_the_card():
+    from rank_process import read_help_of_options_once
+
+    from snip_megatron.megatron.startup import prepare
+
+    prepare([], [])
+    for module in (
+        "transformer_engine.pytorch", "snip_megatron.pretrain_gpt", "snip_megatron.megatron.entry",
+        "snip_megatron.megatron.setup", "snip_megatron.runtime.sidecar", "megatron.core.datasets.helpers",
+        "megatron.core.models.mimo", "megatron.core.tokenizers.text.models",
+        "megatron.core.tokenizers.text.text_tokenizer", "plotly.graph_objects",
+    ):  # fmt: skip
+        with contextlib.suppress(Exception):  # not on this machine, or broken: a training says which
+            importlib.import_module(module)
+
+    read_help_of_options_once()
