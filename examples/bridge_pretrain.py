@@ -1,4 +1,4 @@
-"""A small Llama pretrained by Megatron Bridge 0.6 under SNIP, on mock data.
+"""A small Llama pretrained by Megatron Bridge 0.6 or 0.7 under SNIP, on mock data.
 
     torchrun --nproc-per-node 1 examples/bridge_pretrain.py --snip --snip-budget fp4=0.5 --snip-first-update 2 \\
         --snip-update-interval 8 --snip-lag 2 --snip-dir run

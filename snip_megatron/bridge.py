@@ -1,4 +1,4 @@
-"""SNIP in Megatron Bridge 0.6: a callback for its ``pretrain`` and a hook for its model providers.
+"""SNIP in Megatron Bridge 0.6 and 0.7: a callback for its ``pretrain`` and a hook for its model providers.
 
     with SnipCallback(dir="run") as snip:
         snip.attach(config)
@@ -26,7 +26,7 @@ except ImportError as missing:
     from snip_megatron.precision.errors import SnipError
 
     raise SnipError(
-        f"snip_megatron.bridge needs megatron-bridge 0.6, which cannot be imported here: {missing}"
+        f"snip_megatron.bridge needs megatron-bridge 0.6 or 0.7, which cannot be imported here: {missing}"
     ) from missing
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -53,7 +53,7 @@ from snip_megatron.runtime.defaults import dominated
 class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
     """Adds SNIP to one training run. Leaving it as a context manager stops the sidecar and writes the last files.
 
-    Raises SnipError if the signature of Bridge's ``train_step`` is not that of version 0.6, or an option is wrong.
+    Raises SnipError if the signature of Bridge's ``train_step`` is not that of these versions, or an option is wrong.
 
     Args:
         snip: A complete configuration. None if ``options`` are given.

@@ -48,7 +48,7 @@ OPTIONAL = (
         "--transformer-impl transformer_engine needs it, and 2.19 the GEMMs of Blackwell",
     ),
     (Requirement("apex"), "never needed; Megatron's fused kernels use it where it is"),
-    (Requirement("megatron-bridge>=0.6,<0.7"), "the Bridge callback needs it"),
+    (Requirement("megatron-bridge>=0.6,<0.8"), "the Bridge callback needs it"),
     (
         Requirement("sgl-deep-gemm==0.1.4"),
         "faster fp8 and fp4 GEMMs on Hopper, with nvcc and torch 2.11: pip install 'snip_megatron[deepgemm]'",

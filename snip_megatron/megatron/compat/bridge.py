@@ -1,4 +1,4 @@
-"""Private names of Megatron Bridge 0.6. Only ``snip_megatron.bridge`` imports this module."""
+"""Private names of Megatron Bridge 0.6 and 0.7. Only ``snip_megatron.bridge`` imports this module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEP = ("forward_step_func", "data_iterator", "model", "optimizer", "scheduler"
 
 
 def check_interface() -> None:
-    """Raise SnipError unless Bridge's training loop is that of version 0.6."""
+    """Raise SnipError unless Bridge's training loop is that of these versions."""
     check_signature(train.train_step, *_STEP, "forward_backward_func")
     check_names(train.train, "train_step")
 
