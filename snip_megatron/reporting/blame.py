@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from snip_megatron import __version__
 from snip_megatron.precision import Gemm, LinearId
-from snip_megatron.reporting import page_template, template_text
+from snip_megatron.reporting.pages import page_template, template_text
 from snip_megatron.runtime.storage import deliver
 from snip_megatron.sensitivity.blame import BUG, PASSES, ROUNDING, UNFINISHED, Blame
 

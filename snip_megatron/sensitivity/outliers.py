@@ -6,8 +6,9 @@ GEMMs have is compared with those of the others: one linear in four bits of a ru
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
+
+from snip_megatron.precision import LinearId
 
 LIMIT = {4: 0.5, 8: 0.15}
 """Bits → relative error of a GEMM's result above which it is harmed, whatever its peers have."""
@@ -48,15 +49,15 @@ def outliers(
         bits: (linear, GEMM) → bits of its format, 4 or 8.
         operands: (linear, GEMM) → relative squared error of its operands. None if it is not known.
     """
-    harmed = {}
+    harmed, paths = {}, {key: LinearId.parse(key[0]).path for key in errors}
     for key, error in errors.items():
         peers = _peers(errors, bits, key)
         of_peers = sorted(operands[other] for other in peers if bits[other] == 8) if operands is not None else []
         usual = of_peers[len(of_peers) // 2] if len(of_peers) >= 3 else None
-        limit = _limit([errors[other] for other in peers], [bits[other] for other in peers])
-        layers = [other for other in peers if _kind(other) == _kind(key)]
+        limit = _limit(errors, bits, peers)
+        layers = [other for other in peers if paths[other] == paths[key] and errors[other] < math.inf]
         if len(layers) >= 3:
-            limit = max(limit, _limit([errors[other] for other in layers], [bits[other] for other in layers]))
+            limit = max(limit, _limit(errors, bits, layers))
         limit = min(LIMIT[bits[key]], max(limit, INDEPENDENT * math.sqrt(usual or 0.0)))
         if not error <= limit:
             harmed[key] = min((error / limit) ** 2, 1e6) if error == error else 1e6
@@ -86,11 +87,6 @@ def _alone(errors: Mapping[int | None, float]) -> int | None:
     return ranked[0]
 
 
-def _kind(key: Key) -> str:
-    """Return the name of a linear without the numbers of its layer and expert."""
-    return re.sub(r"\.\d+", "", key[0])
-
-
 def _peers(errors: Mapping[Key, float], bits: Mapping[Key, int], key: Key) -> list[Key]:
     """Return the GEMMs of the same kind with as many bits. Those with other bits if the format of ``key`` is rare."""
     others = [other for other in errors if other[1] == key[1] and other != key]
@@ -98,7 +94,9 @@ def _peers(errors: Mapping[Key, float], bits: Mapping[Key, int], key: Key) -> li
     return peers if len(peers) + 1 > RARE * (len(others) + 1) else [o for o in others if bits[o] != bits[key]]
 
 
-def _limit(errors: Sequence[float], bits: Sequence[int]) -> float:
+def _limit(errors: Mapping[Key, float], bits: Mapping[Key, int], peers: Sequence[Key]) -> float:
     """Return the largest error that is healthy beside those of the peers."""
-    finite = sorted(error for error in errors if error < math.inf)
-    return max(RATIO * finite[int(0.8 * len(finite))], HEALTHY[max(bits)]) if len(finite) >= 3 else math.inf
+    finite = sorted(errors[peer] for peer in peers if errors[peer] < math.inf)
+    if len(finite) < 3:
+        return math.inf
+    return max(RATIO * finite[int(0.8 * len(finite))], HEALTHY[max(bits[peer] for peer in peers)])

@@ -145,8 +145,8 @@ class Job:
             limit = _LIMIT_S if share is None else share + _STOP_S
             done = self.warm.run(world, args, module=TRAINER, env=env, tmp=tmp, timeout=limit, grace=_GRACE_S)
         self._losses_said |= "records were lost" in done.stderr or "are missing" in done.stderr
-        if left := end_processes(tmp, 10.0):
-            raise LostError(f"process left behind: {left[0]}")
+        if survivors := end_processes(tmp, 10.0):
+            raise LostError(f"process left behind: {survivors[0]}")
         return done
 
     def _injected(self) -> dict[int, dict[str, Any]]:
@@ -157,8 +157,8 @@ class Job:
         """Judge an end of the job: of the fault that was injected last."""
         case, lines = self.cases[index], error_lines(done)
         errors = self.folder.glob(f"start*/rank{case.rank(self.layout[0])}.err")
-        own = max(errors, key=lambda path: path.stat().st_mtime, default=None)
-        traced = "Traceback" in (done.stderr if own is None else own.read_text())
+        latest = max(errors, key=lambda path: path.stat().st_mtime, default=None)
+        traced = "Traceback" in (done.stderr if latest is None else latest.read_text())
         if done.returncode == 0:
             if case.fault == "SIGTERM" or case.moment == "end":
                 self.outcomes[index] = "stopped with a checkpoint"  # else for a case that needs a start or an end
@@ -205,18 +205,18 @@ class Job:
 
     def _of_update(self, events: Sequence[Mapping[str, Any]], step: int) -> str:
         """Return what came of the update of a case, from its step until the next one."""
-        begin, told = step - (step - self.first) % self.interval, list[str]()
+        begin, outcomes = step - (step - self.first) % self.interval, list[str]()
         for event in events:
             kind = event["event"]
             if not begin <= event["step"] - (kind != "dropped") < begin + self.interval:
                 continue
             if kind == "dropped":
-                told.append(f"dropped ({event.get('part') or event.get('reason')})")
+                outcomes.append(f"dropped ({event.get('part') or event.get('reason')})")
             elif kind == "solve_failed":
-                told.append(f"not solved ({event['reason']})")
+                outcomes.append(f"not solved ({event['reason']})")
             elif kind in ("adopt", "kept"):
-                told.append({"adopt": "adopted"}.get(kind, kind))
-        return ", ".join(dict.fromkeys(told)) or "training went on"
+                outcomes.append({"adopt": "adopted"}.get(kind, kind))
+        return ", ".join(dict.fromkeys(outcomes)) or "training went on"
 
 
 def _lack(what: str, steps: set[int]) -> None:
