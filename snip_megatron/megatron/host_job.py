@@ -18,7 +18,7 @@ from snip_megatron.numerics.products.host_recipe import HostRecipe
 from snip_megatron.precision import Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.runtime import gemm_check
 from snip_megatron.runtime.blame_passes import Job
-from snip_megatron.runtime.recipe_numerics import RecipeNumerics
+from snip_megatron.runtime.exact_products import RecipeNumerics
 
 BOUND = gemm_check.BOUND | {4: 8.0}
 """Bits → least signal to noise ratio in dB. Healthy linears of Transformer Engine on an H200 have at least 46 dB in

@@ -26,8 +26,7 @@ from snip_megatron.numerics.products.backend import GemmBackend, matrix
 from snip_megatron.numerics.products.host_recipe import HostRecipe
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format, Formats, Gemm
-from snip_megatron.runtime.exact_products import Product, Watcher, of_ranks
-from snip_megatron.runtime.watched import watched
+from snip_megatron.runtime.watched import Product, Watcher, of_ranks, watched
 
 
 @contextmanager

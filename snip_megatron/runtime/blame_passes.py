@@ -14,10 +14,10 @@ from snip_megatron.layers.context import LinearHandle, Override, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import Formats, Gemm, PrecisionMap
-from snip_megatron.runtime.exact_products import EXACT, ExactBackend, Product, Watcher
+from snip_megatron.runtime.exact_products import EXACT, ExactBackend
 from snip_megatron.runtime.gemm_check import BOUND
 from snip_megatron.runtime.host import Host, HostStep
-from snip_megatron.runtime.watched import watched
+from snip_megatron.runtime.watched import Product, Watcher, watched
 from snip_megatron.sensitivity.blame import PassFigures
 
 HEALTHY_RISE = {4: 0.05, 8: 0.004, 16: 0.0}

@@ -1,26 +1,25 @@
-"""The inputs of a linear's GEMMs in one microbatch, and their products by the reference's numerics.
+"""The exact numerics of a job's formats, or of Megatron's own recipe, with which ``--snip-blame`` compares kernels.
 
 The reference shares nothing with the job's backends but torch's quantisers, so that a fault of theirs is not its own.
 """
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from snip_megatron.layers.autograd import LinearCall, PrequantizedTensor, gradient_keys
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.numerics.products.backend import FlatOperand, GemmBackend, UnquantizedOperand, matrix
+from snip_megatron.numerics.products.backend import FlatOperand, GemmBackend, UnquantizedOperand
 from snip_megatron.numerics.products.grouped import GroupLoop
-from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
+from snip_megatron.numerics.products.host_recipe import DelayedScale, HostRecipe, RecipeGemms, ScaleOf
+from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, OperandSpec
 from snip_megatron.numerics.quantize.reference import fake_quantize
-from snip_megatron.precision import Format, Formats, Gemm
-
-FormatsOf = Callable[[LinearHandle], Formats]
-
-_all_gather = dist.all_gather  # what a job replaces later is not what checks it
+from snip_megatron.precision import Format, Gemm
 
 
 class ExactBackend(GemmBackend):
@@ -28,7 +27,7 @@ class ExactBackend(GemmBackend):
 
     name = "exact"
 
-    def of(self, handle: LinearHandle, *, after_backward: bool = False) -> "ExactBackend":
+    def of(self, handle: LinearHandle, *, after_backward: bool = False) -> ExactBackend:
         """Return the numerics of one linear. ``after_backward`` says that its backward has been counted already."""
         return self
 
@@ -79,109 +78,82 @@ class _ExactGroups(GroupLoop):
 EXACT = ExactBackend()
 
 
-class Product:
-    """One linear in one microbatch: its inputs, as autograd passed them.
+# -- Megatron's own recipes --------------------------------------------------------------------------------------------
+Histories = Callable[[LinearHandle, int, str], tuple[Tensor, Tensor]]
+"""Returns the history of amaxes and the scale with which the step begins, for a linear, the index of its expert on this
+rank, and "x", "w" or "g"."""
 
-    Attributes:
-        formats: Formats of (fprop, dgrad, wgrad) of the job.
-        weight: The local shard of the weight, from the parameter.
-        g: G [T, N] with all tokens. None in the forward.
-        expert: Index of the expert among those of this rank. None if there is none.
-        summed: The GEMM whose result the linear sums over tensor parallel ranks. None if there is none.
-        parts: The parts of all tensor parallel ranks of the latest product, if it is their sum.
-        redraws: Whether the job's kernels may round gradients by other random numbers than the reference.
+
+class RecipeNumerics(RecipeGemms, ExactBackend):
+    """A recipe's numerics. Under delayed scaling each linear has its own, from its history in the checkpoint on.
+
+    Args:
+        recipe: the recipe.
+        histories: where delayed scaling begins. None under any other recipe.
+        shared: takes the maximum of an amax over the ranks that share histories. A collective if there are several.
+        restart: called at the start of every pass.
     """
 
-    redraws = False
+    name = "recipe"
 
-    def __init__(self, call: LinearCall, x: Tensor, weight: Tensor, formats: Formats) -> None:
-        self.call, self.formats, self.weight = call, formats, weight.detach()
-        self.g: Tensor | None = None
-        self.parts: list[Tensor] = []
-        self._x = x
-        self._g_spec: OperandSpec | None = None
-        handle, sums_gradients = call.handle, call.sequence_parallel or call.allreduce_dgrad
-        is_row = handle.parallel == "row" and handle.tp_size > 1 and handle.expert is None
-        self.summed = Gemm.FPROP if is_row else Gemm.DGRAD if sums_gradients else None
+    def __init__(
+        self,
+        recipe: HostRecipe,
+        histories: Histories | None = None,
+        shared: Callable[[Tensor], Tensor] = lambda amax: amax,
+        restart: Callable[[], None] = lambda: None,
+        scale_of: ScaleOf | None = None,
+    ) -> None:
+        super().__init__(recipe, scale_of)
+        self._histories, self._shared, self._restart = histories, shared, restart
+        self._linears: dict[int, _LinearScales] = {}
 
-    @property
-    def handle(self) -> LinearHandle:
-        return self.call.handle
+    def of(self, handle: LinearHandle, *, after_backward: bool = False) -> ExactBackend:
+        """See the base class."""
+        if self._histories is None:
+            return self
+        scales = self._linears.get(id(handle))
+        if scales is None:
+            scales = self._linears[id(handle)] = _LinearScales(handle, self.recipe, self._histories, self._shared)
+        return RecipeNumerics(self.recipe, scale_of=partial(scales.of, after_backward))
 
-    def x(self) -> Tensor:
-        """Return X [T, K] with all tokens. Collective of tensor parallel ranks under sequence parallelism."""
-        x = self._x
-        if isinstance(x, PrequantizedTensor):
-            x = x.source()  # type: ignore[attr-defined]
-        return matrix(torch.cat(of_ranks(x, self.call.tp_group)) if self.call.sequence_parallel else x.detach())
+    def start_pass(self) -> None:
+        """See the base class."""
+        self._restart()
+        for scales in self._linears.values():
+            scales.restart()
 
-    def start_backward(self, g: Tensor) -> None:
-        """Note G. Collective of tensor parallel ranks as :meth:`x`."""
-        call = self.call
-        if isinstance(g, PrequantizedTensor):
-            g = g.source()  # type: ignore[attr-defined]
-        g = matrix(torch.cat(of_ranks(g, call.tp_group)) if call.reduce_scatter else g.detach()).contiguous()
-        _, dgrad, wgrad = self.formats
-        keys = gradient_keys(call, g, dgrad, wgrad)
-        self.g = g
-        self._g_spec = self.handle.spec("g", g, dgrad, wgrad, keys)
+    def numbers(self, operand: Any) -> Tensor:
+        """See the base class."""
+        return operand.dequantize() if isinstance(operand, ExactOperand) else super().numbers(operand)
 
-    def operands(self, gemm: Gemm, formats: Formats | None = None) -> list[tuple[Tensor, OperandSpec, int]]:
-        """Return both matrices of a GEMM, how each is quantised, and which dimension the GEMM reduces over.
 
-        ``formats`` replaces those of the job.
+class _LinearScales:
+    """The scales of one linear, or of all experts of a linear, in the microbatches of a pass."""
+
+    def __init__(
+        self, handle: LinearHandle, recipe: HostRecipe, histories: Histories, shared: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._handle, self._recipe, self._histories, self._shared = handle, recipe, histories, shared
+        self.restart()
+
+    def restart(self) -> None:
+        self._scales: dict[tuple[int, str], DelayedScale] = {}
+        self._forwards: Counter[int] = Counter()
+
+    def of(self, after_backward: bool, expert: int, operand: str, x: Tensor) -> Tensor:
+        """Return a scale. A forward inside a backward is that of a recomputed microbatch, which has its scale already.
+
+        A weight is quantised in the first microbatch.
         """
-        fprop, dgrad, wgrad = formats or self.formats
-        handle, g_spec = self.handle, self._g_spec
-        if formats is not None and self.g is not None:
-            g_spec = OperandSpec(dgrad, wgrad)
-        if gemm is Gemm.FPROP:
-            x = self.x()
-            return [(x, handle.spec("x", x, fprop, None), 1), (self.weight, self._weight_spec(fprop, None), 1)]
-        assert self.g is not None
-        assert g_spec is not None
-        if gemm is Gemm.DGRAD:
-            return [(self.g, g_spec, 1), (self.weight, self._weight_spec(None, dgrad), 0)]
-        x = self.x()
-        return [(self.g, g_spec, 0), (x, handle.spec("x", x, None, wgrad), 0)]
-
-    def _weight_spec(self, fprop: Format | None, dgrad: Format | None) -> OperandSpec:
-        return self.handle.spec("w", self.weight, fprop, dgrad)
-
-    def exact(self, gemm: Gemm, numerics: GemmBackend, formats: Formats | None = None) -> Tensor:
-        """Return the product by the reference's numerics, in FP32."""
-        return self.multiplied(gemm, self.operands(gemm, formats), numerics)
-
-    def multiplied(
-        self, gemm: Gemm, operands: Sequence[tuple[Tensor, OperandSpec, int]], numerics: GemmBackend
-    ) -> Tensor:
-        """Do the same for ``operands``, which :meth:`operands` has returned."""
-        left, right = (numerics.quantize(x, spec)[1 - axis] for x, spec, axis in operands)
-        return numerics.multiply(gemm, left, right, torch.float32)
-
-
-def of_ranks(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Return a tensor of every rank of a group, by another collective than the linears use."""
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    _all_gather(parts, x.detach().contiguous(), group=group)
-    return parts
-
-
-class Watcher:
-    """Receives the GEMMs of a pass. It ignores those whose method a subclass leaves as it is.
-
-    Attributes:
-        formats_of: Returns the formats of the job.
-    """
-
-    def __init__(self, formats_of: FormatsOf) -> None:
-        self.formats_of = formats_of
-
-    def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
-        """Compare a result. That of wgrad has been added to ``before``, if given."""
-
-    def on_gather(self, product: Product, x: Tensor) -> None:
-        """Compare the tokens that a linear has gathered. Collective of tensor parallel ranks."""
-
-    def on_backward(self, product: Product, gradient: Tensor) -> None:
-        """Note a finished backward, and the gradient [rows, K] that it returned for the input."""
+        key = expert, operand
+        if key not in self._scales:
+            history, scale = self._histories(self._handle, expert, operand)
+            maximum = self._recipe.element(operand).maximum * 2.0**-self._recipe.margin
+            self._scales[key] = DelayedScale(maximum, history, scale, self._recipe.most_recent, self._shared)
+        microbatch = 0
+        if operand != "w" and torch._C._current_graph_task_id() != -1:
+            microbatch = self._handle.state.backwards - after_backward
+        elif operand != "w":
+            microbatch, self._forwards[expert] = self._forwards[expert], self._forwards[expert] + 1
+        return self._scales[key].of(microbatch, x)

@@ -18,7 +18,8 @@ from torch import Tensor
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
 from snip_megatron.precision import ALL_BF16, Format, Gemm
-from snip_megatron.runtime.exact_products import ExactBackend, FormatsOf, Product, Watcher, of_ranks
+from snip_megatron.runtime.exact_products import ExactBackend
+from snip_megatron.runtime.watched import FormatsOf, Product, Watcher, of_ranks
 from snip_megatron.sensitivity.blame import Fault
 
 BOUND = {4: 29.0, 8: 32.0, 16: 40.0}
@@ -38,6 +39,9 @@ GATHERED = 100.0
 
 SUM = 30.0
 """Least signal to noise ratio in dB of a sum over ranks in bf16."""
+
+Key = tuple[str, str]
+"""A linear and its GEMM."""
 
 FLOOR = 1e-2
 """Rows and columns whose mean square is below this share of the matrix's are judged as if they had this share."""
@@ -140,8 +144,8 @@ class KernelCheck(Watcher):
         super().__init__(formats_of)
         self._numerics, self._bound = numerics, bound
         self.first: LocalFault | None = None
-        self.sqnr: dict[tuple[str, Gemm], float] = {}
-        self._parts: dict[tuple[str, Gemm], Tensor] = {}  # of products that the job sums over ranks
+        self.sqnr: dict[Key, float] = {}
+        self._parts: dict[Key, Tensor] = {}  # of products that the job sums over ranks
         self._calls: dict[Any, int] = defaultdict(int)
 
     def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
@@ -268,14 +272,16 @@ Part = tuple[int | None, int | None]
 class RoundingEffects(Watcher):
     """Measures what the job's formats do to each GEMM, on the inputs of a bf16 pass.
 
-    ``table`` has a row of :class:`Effect` for each GEMM of each linear of the model.
+    ``table`` has a row of :class:`Effect` for each GEMM of each of the model's linears ``names``.
     """
 
-    def __init__(self, formats_of: FormatsOf, numerics: ExactBackend, linears: int, device: torch.device) -> None:
+    def __init__(
+        self, formats_of: FormatsOf, numerics: ExactBackend, names: Sequence[str], device: torch.device
+    ) -> None:
         super().__init__(formats_of)
-        self._numerics = numerics
-        self.table = torch.zeros(linears, len(Gemm), len(COLUMNS), dtype=torch.float64, device=device)
-        self._parts: dict[tuple[str, str], dict[Part, Tensor]] = defaultdict(dict)  # [error, signal] of this rank
+        self._numerics, self._names = numerics, names
+        self.table = torch.zeros(len(names), len(Gemm), len(COLUMNS), dtype=torch.float64, device=device)
+        self._parts: dict[Key, dict[Part, Tensor]] = defaultdict(dict)  # [error, signal] of this rank
 
     def on_backward(self, product: Product, gradient: Tensor) -> None:
         """Add the effects of the three GEMMs of one microbatch."""
@@ -308,13 +314,14 @@ class RoundingEffects(Watcher):
             parts = self._parts[handle.name, gemm.value]
             parts[part] = parts.get(part, 0.0) + row[2:4]
 
-    def reduced(self) -> list[list[Effect]]:
-        """Return the effects by linear and GEMM, summed over all ranks. Collective."""
+    def reduced(self) -> dict[Key, Effect]:
+        """Return the effect of each GEMM, summed over all ranks. Collective."""
         if dist.is_initialized():
             dist.all_reduce(self.table)
-        return [[Effect(*row) for row in of_linear] for of_linear in self.table.tolist()]
+        keys = [(name, gemm.value) for name in self._names for gemm in Gemm]
+        return {key: Effect(*row) for key, row in zip(keys, self.table.flatten(0, 1).tolist(), strict=True)}
 
-    def parts(self, keys: Sequence[tuple[str, str]]) -> list[dict[Part, float]]:
+    def parts(self, keys: Sequence[Key]) -> list[dict[Part, float]]:
         """Return part → relative squared error of its result, for each linear and GEMM of ``keys``. Collective."""
         local_parts = [{part: row.cpu() for part, row in self._parts[key].items()} for key in keys]
         sums: list[dict[Part, Tensor]] = [defaultdict(lambda: torch.zeros(2, dtype=torch.float64)) for _ in keys]
@@ -349,9 +356,9 @@ def first_of_ranks(local: LocalFault | None) -> tuple[Fault | None, bool]:
     return fault, local is not None and local.order == order and fault.rank == rank()
 
 
-def sqnr_over_ranks(sqnr: dict[tuple[str, Gemm], float]) -> dict[tuple[str, Gemm], float]:
+def sqnr_over_ranks(sqnr: Mapping[Key, float]) -> dict[Key, float]:
     """Return the least ratios of all ranks. Collective."""
-    least: dict[tuple[str, Gemm], float] = {}
+    least: dict[Key, float] = {}
     for of_rank in objects_of_ranks(sqnr):
         for key, value in of_rank.items():
             least[key] = min(least.get(key, 200.0), value)

@@ -11,21 +11,140 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from snip_megatron.layers import swiglu
-from snip_megatron.layers.autograd import LinearCall, PrequantizedTensor, QuantizedLinear, main_grad_of
-from snip_megatron.layers.context import StepContext
+from snip_megatron.layers.autograd import (
+    LinearCall,
+    PrequantizedTensor,
+    QuantizedLinear,
+    gradient_keys,
+    main_grad_of,
+)
+from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.grouped import GroupedCall, GroupedLinear, gradient_spec, transform_of
 from snip_megatron.numerics.products.backend import FlatOperand, GemmBackend, matrix
 from snip_megatron.numerics.products.grouped import GroupLoop, of_expert
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
 from snip_megatron.numerics.quantize.swiglu import swiglu as plain_swiglu
 from snip_megatron.numerics.quantize.swiglu import swiglu_gradient as plain_gradient
-from snip_megatron.precision import Formats, Gemm
-from snip_megatron.runtime.exact_products import Product, Watcher
+from snip_megatron.precision import Format, Formats, Gemm
+
+FormatsOf = Callable[[LinearHandle], Formats]
+
+_all_gather = dist.all_gather  # what a job replaces later is not what checks it
 
 
+class Product:
+    """One linear in one microbatch: its inputs, as autograd passed them.
+
+    Attributes:
+        formats: Formats of (fprop, dgrad, wgrad) of the job.
+        weight: The local shard of the weight, from the parameter.
+        g: G [T, N] with all tokens. None in the forward.
+        expert: Index of the expert among those of this rank. None if there is none.
+        summed: The GEMM whose result the linear sums over tensor parallel ranks. None if there is none.
+        parts: The parts of all tensor parallel ranks of the latest product, if it is their sum.
+        redraws: Whether the job's kernels may round gradients by other random numbers than the reference.
+    """
+
+    redraws = False
+
+    def __init__(self, call: LinearCall, x: Tensor, weight: Tensor, formats: Formats) -> None:
+        self.call, self.formats, self.weight = call, formats, weight.detach()
+        self.g: Tensor | None = None
+        self.parts: list[Tensor] = []
+        self._x = x
+        self._g_spec: OperandSpec | None = None
+        handle, sums_gradients = call.handle, call.sequence_parallel or call.allreduce_dgrad
+        is_row = handle.parallel == "row" and handle.tp_size > 1 and handle.expert is None
+        self.summed = Gemm.FPROP if is_row else Gemm.DGRAD if sums_gradients else None
+
+    @property
+    def handle(self) -> LinearHandle:
+        return self.call.handle
+
+    def x(self) -> Tensor:
+        """Return X [T, K] with all tokens. Collective of tensor parallel ranks under sequence parallelism."""
+        x = self._x
+        if isinstance(x, PrequantizedTensor):
+            x = x.source()  # type: ignore[attr-defined]
+        return matrix(torch.cat(of_ranks(x, self.call.tp_group)) if self.call.sequence_parallel else x.detach())
+
+    def start_backward(self, g: Tensor) -> None:
+        """Note G. Collective of tensor parallel ranks as :meth:`x`."""
+        call = self.call
+        if isinstance(g, PrequantizedTensor):
+            g = g.source()  # type: ignore[attr-defined]
+        g = matrix(torch.cat(of_ranks(g, call.tp_group)) if call.reduce_scatter else g.detach()).contiguous()
+        _, dgrad, wgrad = self.formats
+        keys = gradient_keys(call, g, dgrad, wgrad)
+        self.g = g
+        self._g_spec = self.handle.spec("g", g, dgrad, wgrad, keys)
+
+    def operands(self, gemm: Gemm, formats: Formats | None = None) -> list[tuple[Tensor, OperandSpec, int]]:
+        """Return both matrices of a GEMM, how each is quantised, and which dimension the GEMM reduces over.
+
+        ``formats`` replaces those of the job.
+        """
+        fprop, dgrad, wgrad = formats or self.formats
+        handle, g_spec = self.handle, self._g_spec
+        if formats is not None and self.g is not None:
+            g_spec = OperandSpec(dgrad, wgrad)
+        if gemm is Gemm.FPROP:
+            x = self.x()
+            return [(x, handle.spec("x", x, fprop, None), 1), (self.weight, self._weight_spec(fprop, None), 1)]
+        assert self.g is not None
+        assert g_spec is not None
+        if gemm is Gemm.DGRAD:
+            return [(self.g, g_spec, 1), (self.weight, self._weight_spec(None, dgrad), 0)]
+        x = self.x()
+        return [(self.g, g_spec, 0), (x, handle.spec("x", x, None, wgrad), 0)]
+
+    def _weight_spec(self, fprop: Format | None, dgrad: Format | None) -> OperandSpec:
+        return self.handle.spec("w", self.weight, fprop, dgrad)
+
+    def exact(self, gemm: Gemm, numerics: GemmBackend, formats: Formats | None = None) -> Tensor:
+        """Return the product by the reference's numerics, in FP32."""
+        return self.multiplied(gemm, self.operands(gemm, formats), numerics)
+
+    def multiplied(
+        self, gemm: Gemm, operands: Sequence[tuple[Tensor, OperandSpec, int]], numerics: GemmBackend
+    ) -> Tensor:
+        """Do the same for ``operands``, which :meth:`operands` has returned."""
+        left, right = (numerics.quantize(x, spec)[1 - axis] for x, spec, axis in operands)
+        return numerics.multiply(gemm, left, right, torch.float32)
+
+
+def of_ranks(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return a tensor of every rank of a group, by another collective than the linears use."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    _all_gather(parts, x.detach().contiguous(), group=group)
+    return parts
+
+
+class Watcher:
+    """Receives the GEMMs of a pass. It ignores those whose method a subclass leaves as it is.
+
+    Attributes:
+        formats_of: Returns the formats of the job.
+    """
+
+    def __init__(self, formats_of: FormatsOf) -> None:
+        self.formats_of = formats_of
+
+    def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
+        """Compare a result. That of wgrad has been added to ``before``, if given."""
+
+    def on_gather(self, product: Product, x: Tensor) -> None:
+        """Compare the tokens that a linear has gathered. Collective of tensor parallel ranks."""
+
+    def on_backward(self, product: Product, gradient: Tensor) -> None:
+        """Note a finished backward, and the gradient [rows, K] that it returned for the input."""
+
+
+# -- while a pass runs -------------------------------------------------------------------------------------------------
 class _WatchedBackend(GemmBackend):
     """The job's backend, which passes every product to a watcher."""
 

@@ -199,13 +199,14 @@ def test_effects_of_rounding_are_those_of_the_recipe() -> None:
         with_history(registry, 64.0)
         job = host_job(HostRecipe("delayed", hybrid=hybrid), arguments, registry)
         assert {job.formats.format_of(n, Gemm.FPROP).value for n in registry.names} == {"fp8_tensor", "bf16"}
-        effects = RoundingEffects(job.formats_of, job.numerics, len(registry.names), torch.device("cpu"))
+        effects = RoundingEffects(job.formats_of, job.numerics, registry.names, torch.device("cpu"))
         registry.context.backend, registry.context.override = job.numerics, lambda handle: Override()
         registry.start_step(0)
         job.numerics.start_pass()
         with watched(registry.context, effects):
             run(chunk)
-        errors.append(effects.reduced()[registry.names.index("decoder.layers.0.mlp.linear_fc2")])
+        of_gemms = effects.reduced()
+        errors.append([of_gemms["decoder.layers.0.mlp.linear_fc2", gemm.value] for gemm in Gemm])
     (fprop, dgrad, wgrad), (fprop_hybrid, dgrad_hybrid, wgrad_hybrid) = errors
     assert fprop == fprop_hybrid
     assert dgrad_hybrid.error > 2 * dgrad.error

@@ -62,10 +62,10 @@ def test_the_expert_of_a_wrong_product_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_effects_of_all_experts_are_summed() -> None:
     formats = (FP4, FP8, FP8)
     experts, (x, g) = Experts(len(UNEVEN), (BF16, BF16, BF16)), operands(UNEVEN)
-    effects = RoundingEffects(lambda _: formats, EXACT, 1, torch.device("cpu"))
+    effects = RoundingEffects(lambda _: formats, EXACT, [NAME], torch.device("cpu"))
     with watched(experts.context, effects):
         experts(x, UNEVEN).backward(g)
-    (of_linear,) = effects.reduced()
+    of_linear = effects.reduced().values()
     assert [each.count for each in of_linear] == [len(UNEVEN)] * 3
     errors = [(each.error / each.signal) ** 0.5 for each in of_linear]
     assert errors[0] > 0.08 > errors[1] > 0.01
