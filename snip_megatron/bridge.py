@@ -66,7 +66,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         if snip is not None and options:
             raise SnipError(f"SnipCallback takes a SnipConfig or options, not both: {', '.join(sorted(options))}")
         native = native_backend(options.get("gemm", SnipConfig.gemm) if snip is None else snip.gemm, te_linears=True)
-        self._snip = resolve(options, native, ends=True) if snip is None else snip
+        self._snip = resolve(options, native, has_end=True) if snip is None else snip
         self._said = dominated(self._snip.budget, self._snip.formats, native) if self._snip.updates else None
         self._on_adopt = on_adopt
         self._run: _BridgeRun | None = None

@@ -23,14 +23,14 @@ def check_map_fits(precision_map: PrecisionMap, names: Sequence[str], where: str
     Raises SnipError if the map names a linear that the model does not have, or it lacks one that the model has.
     ``where``, which begins the message, says where the map comes from.
     """
-    known = set(names)
-    unknown = [str(linear) for linear in precision_map.linears() if str(linear) not in known]
+    model_names = set(names)
+    unknown = [str(linear) for linear in precision_map.linears() if str(linear) not in model_names]
     if unknown:
         raise SnipError(
             f"{where}: names {unknown[0]}, which this model does not have ({len(names)} linears, last {names[-1]});"
             " it is a map of another model"
         )
-    missing = known - {str(linear) for linear in precision_map.linears()}
+    missing = model_names - {str(linear) for linear in precision_map.linears()}
     if missing:
         raise SnipError(
             f"{where}: says nothing about {min(missing)} ({len(missing)} of {len(names)} linears missing);"

@@ -37,11 +37,11 @@ class Spans:
             marks.append(_mark())
             self._latest.append(marks)
 
-        y, rest = call(x, *arguments)
+        y, bias = call(x, *arguments)
         marks.append(_mark())
         y.register_hook(begin)  # type: ignore[no-untyped-call]
         x.register_hook(end)  # type: ignore[no-untyped-call]
-        return y, rest
+        return y, bias
 
     def seconds(self) -> float | None:
         """Return the median of the noted microbatches' seconds, forward and backward, or None if there are none."""

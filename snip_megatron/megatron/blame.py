@@ -140,11 +140,11 @@ def moved_data(args: argparse.Namespace) -> Iterator[str]:
         return
     saved, saved_at = checkpoint
     for name in _DATA_ARGUMENTS:
-        before, now = getattr(saved, name, None), getattr(args, name, None)
-        if before != now:
+        saved_value, value = getattr(saved, name, None), getattr(args, name, None)
+        if saved_value != value:
             yield (
-                f"data that moved: --{name.replace('_', '-')} was {before} when the checkpoint was saved, and is {now}:"
-                " the microbatches may be others"
+                f"data that moved: --{name.replace('_', '-')} was {saved_value} when the checkpoint was saved, and is"
+                f" {value}: the microbatches may be others"
             )
     for prefix in [*(args.data_path or ()), *(args.train_data_path or ())]:
         path = Path(f"{prefix}.bin")

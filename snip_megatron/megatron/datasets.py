@@ -197,13 +197,13 @@ def packed_documents(args: argparse.Namespace, batch: dict[str, Any]) -> PackedS
     """Return the ends of the documents in a microbatch of :func:`get_batch`. None if documents are not packed."""
     if batch.get("cu_seqlens") is None:
         return None
-    ends, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"])
+    boundaries, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"])
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        total_tokens=int(ends[-1]) if args.hybrid_layer_pattern else None,  # Mamba needs each token's document
+        total_tokens=int(boundaries[-1]) if args.hybrid_layer_pattern else None,  # Mamba needs each token's document
         tokens_per_sample=args.seq_length,
     )

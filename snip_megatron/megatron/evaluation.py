@@ -65,11 +65,13 @@ class Evaluation:
         self._sets = iter((getattr(self.args, "validation_set_names", None) or itertools.count()) if several else ())
 
     def wrap(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        def evaluate_eagerly(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
+        def evaluate_eagerly(forward_step_func: Any, data_iterator: Any, model: Any, *inputs: Any, **named: Any) -> Any:
             with self.graphs.bypassed(model):
-                return evaluate(forward_step_func, data_iterator, model, *rest, **named)
+                return evaluate(forward_step_func, data_iterator, model, *inputs, **named)
 
-        def evaluate_with_snip(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
+        def evaluate_with_snip(
+            forward_step_func: Any, data_iterator: Any, model: Any, *inputs: Any, **named: Any
+        ) -> Any:
             bf16_loss = None
             if self.mode == "both":
                 args, iters = self.args, named.get("eval_iters")
@@ -81,11 +83,11 @@ class Evaluation:
                     compat.changed(self.context, bf16_eval=True),
                     compat.changed(self.args, consumed_valid_samples=consumed),
                 ):
-                    losses, _, out_of_time = evaluate_eagerly(forward_step_func, batches, model, *rest, **named)
+                    losses, _, out_of_time = evaluate_eagerly(forward_step_func, batches, model, *inputs, **named)
                 if out_of_time:
                     return losses, None, True
                 bf16_loss = main_loss(losses)
-            result = evaluate_eagerly(forward_step_func, data_iterator, model, *rest, **named)
+            result = evaluate_eagerly(forward_step_func, data_iterator, model, *inputs, **named)
             losses, _, out_of_time = result
             if not out_of_time:
                 if bf16_loss is not None:

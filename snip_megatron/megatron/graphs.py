@@ -184,18 +184,18 @@ class GraphedRun:
             if self._host_wait is not None and self._registry is not None and self._registry.generation:
                 forward_backward = self._host_wait.timed(forward_backward)
             return forward_step, forward_backward
-        seen: set[int] = set()
+        started_chunks: set[int] = set()
         chunks = {id(chunk): number for number, chunk in enumerate(self._model)}
 
         @functools.wraps(forward_step)
-        def counted(data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
+        def counted(data_iterator: Any, model: Any, *arguments: Any, **named: Any) -> Any:
             chunk = chunks.get(id(model))
             device = None if self._registry is None else self._registry.device
             if chunk is not None and device is not None:
-                if chunk in seen:
+                if chunk in started_chunks:
                     device.weights_are_current(chunk)
-                seen.add(chunk)
-            return forward_step(data_iterator, model, *rest, **named)
+                started_chunks.add(chunk)
+            return forward_step(data_iterator, model, *arguments, **named)
 
         return counted, self._graphs.timed(forward_backward)
 

@@ -76,7 +76,7 @@ def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
     ``rows`` are the linears of the whole model that a map covers.
     """
     boundary = {row.name: row.sub_block for row in rows}
-    ends = {row.id.stack: row.sub_block for row in rows}  # each MTP layer is a strand of its own
+    last_sub_block = {row.id.stack: row.sub_block for row in rows}  # each MTP layer is a strand of its own
     strands: dict[int, dict[int, BuiltLinear]] = {}
     for linear in built_linears([chunk]):
         if (index := boundary.get(str(linear.id))) is not None:
@@ -89,7 +89,7 @@ def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
             is_norm = linear.reader is not linear.writer
             recomputed = bool(is_norm and getattr(linear.writer, "recompute_pre_mlp_layernorm", False))
             places.append(StreamReader(linear.reader, index, recomputed=recomputed))
-        is_last = linear.id.stack == "mtp" or index == ends["decoder"]
+        is_last = linear.id.stack == "mtp" or index == last_sub_block["decoder"]
         segments.append(StreamSegment(places, linear.writer, is_last))
     model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
     if not getattr(model, "pre_process", False):
@@ -174,14 +174,14 @@ def _note_losses(
     """
     losses = output.detach().requires_grad_()
     with torch.enable_grad():
-        loss, *others = loss_function(losses)
+        loss, *extras = loss_function(losses)
         (weight,) = torch.autograd.grad(loss, losses)
     losses, loss = losses.detach(), loss.detach()
     if not torch.isclose((weight.double() * losses).sum(), loss.double(), rtol=1e-3, equal_nan=True):
-        losses = (loss / others[0] if len(others) > 1 else loss).reshape(1)  # the second of three is a number of tokens
+        losses = (loss / extras[0] if len(extras) > 1 else loss).reshape(1)  # the second of three is a number of tokens
         weight = torch.ones_like(losses)
     token_losses.append((losses, weight != 0))
-    return (loss, *others)
+    return (loss, *extras)
 
 
 class MegatronStep:

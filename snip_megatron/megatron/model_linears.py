@@ -172,10 +172,10 @@ def _built(stack: str, layer: Any, path: str, module: Any, part: str, sub_block:
     mixture = layer.get_submodule(path.rpartition(".experts.")[0]) if "experts" in path.split(".") else None
     indices = getattr(mixture, "local_expert_indices", None)  # which an MLP of another library need not have
     if indices is not None:
-        experts, separate, rest = path.partition(".local_experts.")
+        experts, separate, suffix = path.partition(".local_experts.")
         if separate:  # one module for each expert, under one name
-            local, _, rest = rest.partition(".")
-            weights, path = [(indices[int(local)], name)], f"{experts}.{rest}"
+            local, _, suffix = suffix.partition(".")
+            weights, path = [(indices[int(local)], name)], f"{experts}.{suffix}"
         elif not part:
             weights = [(expert, f"weight{i}") for i, expert in enumerate(indices)]
     linear = LinearId(stack, layer.layer_number - 1, path)

@@ -224,8 +224,8 @@ def split(files: Sequence[TextFile], share: float) -> tuple[list[TextFile], list
 def _byte_symbols() -> list[str]:
     """Return the character for each byte value in byte-level vocabularies: itself, or in order one beyond Latin-1."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    others = iter(symbol for symbol in alphabet if ord(symbol) > 255)
-    return [chr(value) if chr(value) in alphabet else next(others) for value in range(256)]
+    substitutes = iter(symbol for symbol in alphabet if ord(symbol) > 255)
+    return [chr(value) if chr(value) in alphabet else next(substitutes) for value in range(256)]
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:

@@ -118,8 +118,8 @@ class RemedyWriter:
                 end = max(end, count - linear.layer)
         if start + end > max(1, count // 4) or max(start, end) > count // args.pipeline_model_parallel_size:
             return ()
-        ends = "--num-layers-at-start-in-bf16", str(start), "--num-layers-at-end-in-bf16", str(end)
-        return ("--first-last-layers-bf16", *ends)
+        counts = "--num-layers-at-start-in-bf16", str(start), "--num-layers-at-end-in-bf16", str(end)
+        return ("--first-last-layers-bf16", *counts)
 
     # -- time --------------------------------------------------------------------------------------------------
     def _slowdown(self, before: PrecisionMap, after: PrecisionMap, folder: Path, notes: list[str]) -> float | None:

@@ -378,7 +378,7 @@ class SnipRun:
             times = MeasuredTimes(config, args, linears.covered, timed, folder, self._host.device)
             if run is not None:
                 times.store = run.writer.replace
-            request = dataclasses.replace(request, times=times.known())
+            request = dataclasses.replace(request, times=times.stored())
             if request.times is not None:
                 check_reachable(linears.covered, request)
                 if run is not None:

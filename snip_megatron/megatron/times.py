@@ -94,9 +94,9 @@ def check_measurable(config: SnipConfig, backend: str | None) -> None:
     if not (config.budget.timed and config.updates) or config.timings is not None:
         return
     if backend in (None, *EMULATIONS):
-        here = "a CPU emulates them" if backend is None else f"--snip-gemm {backend} emulates them here"
+        emulation = "a CPU emulates them" if backend is None else f"--snip-gemm {backend} emulates them here"
         raise SnipError(
-            f"--snip-budget {config.budget} weighs measured times of GEMMs, and {here}, which saves none: give"
+            f"--snip-budget {config.budget} weighs measured times of GEMMs, and {emulation}, which saves none: give"
             " --snip-timings h200 for the times of that card, or a budget of fp4="
         )
 
@@ -173,7 +173,7 @@ class MeasuredTimes:
         self._formats = tuple(sorted(used, key=lambda fmt: fmt.code))
         self._workload = shapes_workload(self._shapes.values(), [attention])
 
-    def known(self) -> OptionTimes | None:
+    def stored(self) -> OptionTimes | None:
         """Return the times that an earlier start of the run stored. None if there are none."""
         if self.run is None or not (path := self.run / TIMINGS).exists():
             return None

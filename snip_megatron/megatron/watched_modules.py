@@ -129,25 +129,25 @@ class _ModuleWatch:
 
     def before(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Watch a forward with these arguments. Returns others in their place, if not None."""
-        x, *others = args
+        x, *arguments = args
         if not isinstance(x, Tensor):
             self._call = None
             return None
-        call = self._call = _Call(self, x, others[0] if others and len(self.handles) > 1 else None)
+        call = self._call = _Call(self, x, arguments[0] if arguments and len(self.handles) > 1 else None)
         if not (torch.is_grad_enabled() and x.requires_grad):
             return None
-        return _Tap.apply(x, call.on_input_gradient), *others  # type: ignore[no-untyped-call]
+        return _Tap.apply(x, call.on_input_gradient), *arguments  # type: ignore[no-untyped-call]
 
     def after(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
         """Compare an output. Returns it, ready for a backward."""
         call, self._call = self._call, None
         if call is None:
             return output
-        y, *others = output
+        y, *outputs = output
         call.finish_forward(y)
         if torch.is_grad_enabled() and y.requires_grad:
             y = _Tap.apply(y, call.on_output_gradient)  # type: ignore[no-untyped-call]
-        return (y, *others)
+        return (y, *outputs)
 
     def on_weight_gradient(self, index: int, gradient: Tensor) -> None:
         """Compare the gradient that autograd gets for a weight, unless the module has added it to ``main_grad``."""

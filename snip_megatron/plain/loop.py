@@ -271,7 +271,7 @@ class PlainSnip:
             "request": self._request.as_dict(),
             "train_iters": self._last,
             "unquantised_flops": {0: structure.unquantised_flops},
-            "stays_bf16": [f"{row.name} ({type(module).__name__})" for row, module in structure.others.items()],
+            "stays_bf16": [f"{row.name} ({type(module).__name__})" for row, module in structure.unconverted.items()],
         }
         identity = dataclasses.replace(config, dir=None, overwrite=False).as_dict()
         resumed, run = None if self._restored is None else self._steps, None
@@ -315,7 +315,7 @@ def _configuration(options: Mapping[str, Any], steps: int | None) -> SnipConfig:
         if name in _MEGATRON_ONLY:
             raise SnipError(f"{name}= has no effect in a plain loop: leave it out")
     native = native_backend(options.get("gemm", SnipConfig.gemm))
-    config = resolve({"lag": 1, **options}, native, ends=False, steps=steps)
+    config = resolve({"lag": 1, **options}, native, has_end=False, steps=steps)
     if steps is not None and config.updates and config.first_update >= steps:
         raise SnipError(f"first_update={config.first_update}: a training of steps={steps} ends before its first update")
     if config.budget.timed and config.updates:

@@ -34,18 +34,18 @@ class Structure:
         model: the model without DDP and torch.compile around it.
         blocks: the blocks in order.
         linears: the linears that are converted, in global order, with their modules.
-        others: the blocks' other matrices, which stay as they are, with their modules.
+        unconverted: the blocks' other matrices, which stay as they are, with their modules.
     """
 
     model: nn.Module
     blocks: tuple[nn.Module, ...]
     linears: Mapping[LinearRow, nn.Module]
-    others: Mapping[LinearRow, nn.Module]
+    unconverted: Mapping[LinearRow, nn.Module]
 
     @property
     def unquantised_flops(self) -> float:
         """FLOPs a token of what stays as it is, for all GEMMs together."""
-        return 3.0 * sum(row.flops for row in self.others)
+        return 3.0 * sum(row.flops for row in self.unconverted)
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the weights of the linears that are converted, with the linears' names."""
@@ -54,7 +54,7 @@ class Structure:
 
     def reach(self) -> tuple[float, float]:
         """Return the share of the blocks' matrices that is converted, of their parameters and of their FLOPs."""
-        inside, outside = self.linears, self.others
+        inside, outside = self.linears, self.unconverted
         parameters, flops = (
             [sum(getattr(row, name) for row in rows) for rows in (inside, outside)] for name in ("elements", "flops")
         )
@@ -67,8 +67,8 @@ class Structure:
             f"formats are chosen for {flops:.0%} of the FLOPs and {parameters:.0%} of the parameters of the matrices in"
             f" {len(self.blocks)} blocks: {_kinds(self.linears)}"
         )
-        if self.others:
-            yield f"stays as it is: {_kinds(self.others)}"
+        if self.unconverted:
+            yield f"stays as it is: {_kinds(self.unconverted)}"
 
 
 def parameter_of(row: LinearRow, module: nn.Module) -> str:
@@ -96,7 +96,7 @@ def find_structure(model: nn.Module, blocks: Sequence[nn.Module] | None, *, allo
     model = _unwrap(model)
     blocks = tuple(blocks or _find_blocks(model))
     linears: dict[LinearRow, nn.Module] = {}
-    others: dict[LinearRow, nn.Module] = {}
+    unconverted: dict[LinearRow, nn.Module] = {}
     names: dict[tuple[int, str], str] = {}
     for layer, block in enumerate(blocks):
         for path, module in block.named_modules():
@@ -104,10 +104,10 @@ def find_structure(model: nn.Module, blocks: Sequence[nn.Module] | None, *, allo
                 name = names.setdefault((id(module), parameter), row.name)
                 if name != row.name:
                     raise SnipError(f"{row.name} is also {name}: blocks that share linears are not supported")
-                (linears if converts else others)[row] = module
+                (linears if converts else unconverted)[row] = module
     if not linears:
         raise SnipError("the blocks have no nn.Linear that SNIP can choose formats for")
-    structure = Structure(model, blocks, linears, others)
+    structure = Structure(model, blocks, linears, unconverted)
     if min(structure.reach()) < _MIN_REACH and not allow_partial:
         raise SnipError(f"{'; '.join(structure.describe())}; to train with less than half, pass allow_partial=True")
     return structure

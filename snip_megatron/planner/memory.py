@@ -52,18 +52,18 @@ def stage_memory(
         "gradients": float(layout.gradient_bytes * parameters),
         "optimizer": _OPTIMIZER * parameters / shards,
     }
-    ends = {"logits": _logits(layout, stage), "working": recomputed + _working(layout)}
+    once = {"logits": _logits(layout, stage), "working": recomputed + _working(layout)}
     steps = {"quantised_weights": math.fsum(weights), "activations": saved * layout.in_flight(stage)}
     probe = _probe(layout, stage, config)
     least_probe = _probe(single, stage, config) + _logits(single, stage) + _working(single)
     fixed = math.fsum(always.values())
-    training = fixed + math.fsum((ends | steps).values())
+    training = fixed + math.fsum((once | steps).values())
     return {
-        **(always | steps | ends),
+        **(always | steps | once),
         "probe": probe,
         "least_probe": least_probe,
         "training": training,
-        "probing": fixed + probe + math.fsum(ends.values()),
+        "probing": fixed + probe + math.fsum(once.values()),
         "probing_least": fixed + least_probe,
         "peak": max(training, fixed + least_probe),
     }

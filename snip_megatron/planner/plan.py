@@ -52,16 +52,16 @@ _SOLVE_SECONDS = 30.0
 
 # -- the Problem of a plan ---------------------------------------------------------------------------------------
 def parse_config(
-    fields: Mapping[str, Any], model: CostModel, *, ends: bool = False, recipe: tuple[str, ...] = ()
+    fields: Mapping[str, Any], model: CostModel, *, has_end: bool = False, recipe: tuple[str, ...] = ()
 ) -> SnipConfig:
     """Return the configuration of a plan, which has the defaults of a training on the device of the cost model.
 
-    ``fields`` are those that the user set. ``ends`` says whether the number of steps is known, and ``recipe`` names the
+    ``fields`` are those that the user set. ``has_end`` says whether the number of steps is known. ``recipe`` names the
     formats of Megatron's own FP8 or FP4. Raises SnipError if a training would refuse the fields, or if the cost model
     lacks a format.
     """
     with plain_arguments():
-        config = resolve(fields, backend_of(model), ends=ends, recipe=recipe)
+        config = resolve(fields, backend_of(model), has_end=has_end, recipe=recipe)
     missing = [fmt for fmt in config.formats if not {Format(fmt), Format(fmt).base} & set(model.formats)]
     if missing:
         raise SnipError(

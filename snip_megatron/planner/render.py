@@ -78,8 +78,8 @@ def _fit(memory: Body) -> str:
             f"\n  does not fit: the map needs {peak:.1f} GiB, and a GPU has {gpu:.1f}: use more GPUs (--tp, --pp,"
             " or --dp with the distributed optimizer), --recompute or smaller microbatches"
         )
-    rest = ", little for what is not counted: CUDA graphs, fragmentation, NCCL" if peak > _TIGHT * gpu else ""
-    return f"\n  fits: the map needs {peak:.1f} GiB of the {gpu:.1f} that a GPU has{rest}"
+    note = ", little for what is not counted: CUDA graphs, fragmentation, NCCL" if peak > _TIGHT * gpu else ""
+    return f"\n  fits: the map needs {peak:.1f} GiB of the {gpu:.1f} that a GPU has{note}"
 
 
 def _steps(plan: Body) -> str:

@@ -45,8 +45,8 @@ def update_cost(layout: Layout, config: SnipConfig, links: Links, steps: Mapping
     gradients over data parallel ranks takes ``reducing_seconds``. ``share`` is the share of training time. ``fixed``
     says why there are no updates.
     """
-    by_kind, ends = probe_passes(layout, config), (layout.pp - 1) / layout.vpp
-    passing = sum(count + ends for count in by_kind.values()) / layout.microbatches * steps["bf16"].slowest
+    by_kind, bubble = probe_passes(layout, config), (layout.pp - 1) / layout.vpp
+    passing = sum(count + bubble for count in by_kind.values()) / layout.microbatches * steps["bf16"].slowest
     parameters = max(layout.probed_parameters(stage) for stage in range(layout.pp))
     reduced = _FLOAT32 * parameters if layout.dp > 1 and "forward_noise" in by_kind else 0
     reducing = 2.0 * (layout.dp - 1) / layout.dp * reduced / links.of(layout.tp * layout.dp)

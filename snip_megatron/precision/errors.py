@@ -106,21 +106,21 @@ def cut(text: object) -> str:
     return whole if len(whole) <= QUOTED else whole[: QUOTED - 3] + "..."
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return ``"; did you mean X?"`` for the known name that is closest to ``word``. Empty if none is close."""
 
     def without_prefix(name: str) -> str:  # which would make all of them alike
         return name.removeprefix("--snip-").lstrip("-")
 
-    names = {without_prefix(name): name for name in known}
+    names = {without_prefix(name): name for name in candidates}
     closest = difflib.get_close_matches(without_prefix(word), list(names), n=1, cutoff=0.7)
     return f"; did you mean {names[closest[0]]}?" if closest else ""
 
 
-def with_suggestion(message: str, known: Iterable[str]) -> str:
+def with_suggestion(message: str, candidates: Iterable[str]) -> str:
     """Return argparse's message about an unknown argument or choice, with the known name that is closest to it."""
     word = re.search(r"(?:unrecognized arguments: |invalid choice: ')([^\s=']+)", message)
-    return message if word is None else message + did_you_mean(word[1], known)
+    return message if word is None else message + did_you_mean(word[1], candidates)
 
 
 def first_line(error: Exception) -> str:

@@ -111,15 +111,15 @@ def candidates_fault(formats: Sequence[str], *, granularity: str, share: bool) -
     """
     if not formats or len(set(formats)) < len(formats) or not set(formats) <= set(FORMATS):
         return f"expected distinct names of {', '.join(FORMATS)}"
-    known = [Format(name) for name in formats]
-    if set(known) == {Format.BF16}:
+    candidates = [Format(name) for name in formats]
+    if set(candidates) == {Format.BF16}:
         return "leaves nothing to choose; add fp8, fp8_tensor or fp4"
-    if share and Format.BF16 in known:
+    if share and Format.BF16 in candidates:
         return "bf16 is no candidate under fp4=, where it costs nothing; pin GEMMs to it, or budget time or loss"
     if granularity == "layer":
-        faults = [why for fmt in known if (why := misplaced(fmt, None)) is not None]
+        faults = [why for fmt in candidates if (why := misplaced(fmt, None)) is not None]
         return f"{faults[0]}, and at granularity layer a linear has one format" if faults else None
     for gemm in Gemm:
-        if all(gemm not in fmt.gemms for fmt in known):
-            return f"none is a format of {gemm.value}; add {known[0].base.value}"
+        if all(gemm not in fmt.gemms for fmt in candidates):
+            return f"none is a format of {gemm.value}; add {candidates[0].base.value}"
     return None

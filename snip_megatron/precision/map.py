@@ -211,8 +211,8 @@ def _choice(key: str, value: Any) -> Format:
     with located("choices"):
         _, gemm = split_option_id(key)
     if not isinstance(value, str) or value not in Format._value2member_map_:
-        known = ", ".join(f.value for f in Format)
-        raise SnipError(f"choices[{quoted(key)}]: unknown format {quoted(value)} (known: {known})")
+        names = ", ".join(f.value for f in Format)
+        raise SnipError(f"choices[{quoted(key)}]: unknown format {quoted(value)} (known: {names})")
     if (why := misplaced(Format(value), gemm)) is not None:
         raise SnipError(f"choices[{quoted(key)}]: {why}")
     return Format(value)

@@ -86,8 +86,8 @@ class Schedule:
         before ``last``. The first is cut to its remaining steps, and empty phases are dropped.
         """
         first = [max(s, step) for s in self.first_steps(origin, last)]
-        ends = [*first[1:], max(last, step)]
-        return [(i, a, b - a) for i, (a, b) in enumerate(zip(first, ends, strict=True)) if b > a]
+        end_steps = [*first[1:], max(last, step)]
+        return [(i, a, b - a) for i, (a, b) in enumerate(zip(first, end_steps, strict=True)) if b > a]
 
     def to_json(self) -> str:
         """Return the text of a ``snip.schedule/1`` file."""
@@ -148,8 +148,8 @@ class PrecisionPlan:
     @property
     def steps(self) -> tuple[int, ...]:
         """The number of steps of every phase."""
-        ends = [*(phase.begin for phase in self.phases[1:]), self.last]
-        return tuple(end - phase.begin for phase, end in zip(self.phases, ends, strict=True))
+        end_steps = [*(phase.begin for phase in self.phases[1:]), self.last]
+        return tuple(end - phase.begin for phase, end in zip(self.phases, end_steps, strict=True))
 
     def index_at(self, step: int) -> int:
         """Return the index of the phase that ``step`` lies in.
@@ -169,10 +169,10 @@ class PrecisionPlan:
         """
         stretch = (last - origin) / (self.last - origin)
         begins = [origin + math.floor((phase.begin - origin) * stretch + 0.5) for phase in self.phases]
-        ends = [*begins[1:], last]
+        end_steps = [*begins[1:], last]
         phases = tuple(
             PlanPhase(begin, phase.precision_map)
-            for begin, end, phase in zip(begins, ends, self.phases, strict=True)
+            for begin, end, phase in zip(begins, end_steps, self.phases, strict=True)
             if end > max(begin, step)
         )
         return replace(self, phases=phases, last=last)

@@ -77,20 +77,20 @@ def read_recipes(path: Path | str, argument: str = "") -> Recipes:
         formats = {name: _format(config, f"configs.{cut(name)}") for name, config in configs.items()}
         recipes = []
         for name, matcher in mapping(body.get("matchers"), "matchers").items():
-            here = f"matchers.{cut(name)}"
-            matcher = mapping(matcher, here)
+            matcher_path = f"matchers.{cut(name)}"
+            matcher = mapping(matcher, matcher_path)
             if matcher.get("enabled"):
-                one_of(matcher.get("type"), f"{here}.type", ("glob",))
-                config = one_of(matcher.get("config"), f"{here}.config", tuple(formats))
+                one_of(matcher.get("type"), f"{matcher_path}.type", ("glob",))
+                config = one_of(matcher.get("config"), f"{matcher_path}.config", tuple(formats))
                 recipes.append((str(matcher.get("pattern")), formats[config]))
         return recipes
 
 
 def _format(config: Any, where: str) -> Format:
     recipe = mapping(mapping(config, where).get("training_recipe"), f"{where}.training_recipe")
-    for field, known in (("fp8_quantization_recipe", _FP8), ("fp4_quantization_recipe", _FP4)):
+    for field, by_recipe in (("fp8_quantization_recipe", _FP8), ("fp4_quantization_recipe", _FP4)):
         if recipe.get(field) is not None:
-            return known[one_of(recipe[field], f"{where}.training_recipe.{field}", tuple(known))]
+            return by_recipe[one_of(recipe[field], f"{where}.training_recipe.{field}", tuple(by_recipe))]
     return Format.BF16
 
 

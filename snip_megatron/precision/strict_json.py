@@ -62,15 +62,15 @@ def check_schema(body: Any, *schemas: str) -> str:
     """Return the schema of an object, which must be one of ``schemas``."""
     schema = body.get("schema") if isinstance(body, Mapping) else None
     if not isinstance(schema, str) or schema not in schemas:
-        known = " or ".join(f'"{schema}"' for schema in schemas)
-        raise SnipError(f"schema: must be {known}")
+        accepted = " or ".join(f'"{schema}"' for schema in schemas)
+        raise SnipError(f"schema: must be {accepted}")
     return schema
 
 
-def check_keys(body: Mapping[str, Any], known: Iterable[str], where: str = "") -> None:
-    """Refuse an object that has other keys than ``known``."""
-    if unknown := sorted(set(body) - set(known)):
-        raise SnipError(f"{where}unknown key {quoted(unknown[0])} (known: {', '.join(known)})")
+def check_keys(body: Mapping[str, Any], keys: Iterable[str], where: str = "") -> None:
+    """Refuse an object that has other keys than ``keys``."""
+    if unknown := sorted(set(body) - set(keys)):
+        raise SnipError(f"{where}unknown key {quoted(unknown[0])} (known: {', '.join(keys)})")
 
 
 def field(body: Mapping[str, Any], key: str, prefix: str = "") -> Any:
@@ -126,9 +126,9 @@ def whole(value: Any, path: str, least: int = 0, below: int = INTEGER_LIMIT) -> 
     return value
 
 
-def one_of(value: Any, path: str, known: Iterable[str]) -> str:
-    """Return a text that must be one of ``known``."""
-    names = list(known)
+def one_of(value: Any, path: str, accepted: Iterable[str]) -> str:
+    """Return a text that must be one of ``accepted``."""
+    names = list(accepted)
     if not isinstance(value, str) or value not in names:
         raise SnipError(f"{path}: {quoted(value)} is not one of {', '.join(names)}")
     return value

@@ -87,14 +87,14 @@ def _grid(blame: Blame) -> dict[str, Any] | None:
     blamed = {(culprit.linear, culprit.gemm) for culprit in blame.culprits if culprit.confirmed}
     if blame.bug is not None:
         blamed |= {(blame.bug.linear, gemm) for gemm in ([blame.bug.gemm] if blame.bug.gemm else gemms)}
-    left = [_LEFT + column * (3 * _CELL + _GAP) for column in range(len(paths) + 1)]
+    column_x = [_LEFT + column * (3 * _CELL + _GAP) for column in range(len(paths) + 1)]
     cells = []
     for harm in blame.harm:
         linear = linears[harm.linear]
         kernel = "" if harm.sqnr_of_kernel is None else f", kernel {harm.sqnr_of_kernel:.0f} dB"
         cells.append(
             {
-                "x": left[paths.index(linear.path)] + gemms.index(harm.gemm) * _CELL,
+                "x": column_x[paths.index(linear.path)] + gemms.index(harm.gemm) * _CELL,
                 "y": _TOP + layers.index((linear.stack, linear.layer)) * _HEIGHT,
                 "opacity": math.sqrt(max(0.0, harm.share) / largest) if largest > 0 else 0.0,
                 "is_bf16": harm.format == "bf16",
@@ -105,10 +105,10 @@ def _grid(blame: Blame) -> dict[str, Any] | None:
     names = [path.rpartition(".")[2].removeprefix("linear_") for path in paths]
     labels = [str(layer) if stack == "decoder" else f"{stack[0]}{layer}" for stack, layer in layers]
     return {
-        "width": left[-1],
+        "width": column_x[-1],
         "height": _TOP + len(layers) * _HEIGHT + 4,
         "cell": (_CELL - 1, _HEIGHT - 1),
         "cells": cells,
-        "columns": [(x + 3 * _CELL // 2, name) for x, name in zip(left, names, strict=False)],
+        "columns": [(x + 3 * _CELL // 2, name) for x, name in zip(column_x, names, strict=False)],
         "rows": [(_TOP + row * _HEIGHT, label) for row, label in enumerate(labels)],
     }

@@ -101,12 +101,12 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
 
 def format_figure(run: RunData) -> dict[str, Any] | None:
     """Draw the share of each format over steps, four bits lowest: of FLOPs where they are recorded, else of GEMMs."""
-    known = {fmt.value: fmt for fmt in Format}
+    by_name = {fmt.value: fmt for fmt in Format}
     points: list[tuple[int, dict[Format, float]]] = []
     for adoption in run.adoptions:
         shares = adoption.fields.get("formats")
         if isinstance(shares, Mapping):
-            points.append((adoption.step, {known[f]: number(x) or 0.0 for f, x in shares.items() if f in known}))
+            points.append((adoption.step, {by_name[f]: number(x) or 0.0 for f, x in shares.items() if f in by_name}))
         elif (precision_map := adoption.precision_map) is not None:
             points.append(
                 (adoption.step, format_shares(precision_map, dict.fromkeys(map(str, precision_map.linears()), 1.0)))
@@ -154,8 +154,8 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
 
     ``harms`` are tables [R][C] of the score of each GEMM in its costliest format.
     """
-    known = [a for a in adoptions if a.precision_map is not None and a.precision_map.choices]
-    keys = dict.fromkeys(key for a in known if a.precision_map for key in a.precision_map.choices)
+    mapped = [a for a in adoptions if a.precision_map is not None and a.precision_map.choices]
+    keys = dict.fromkeys(key for a in mapped if a.precision_map for key in a.precision_map.choices)
     linears = dict.fromkeys(split_option_id(key)[0] for key in keys)  # in the model's order
     if not linears:
         return None
@@ -164,10 +164,10 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
     kinds = dict.fromkeys((linear.stack, linear.path) for linear in linears)
     rows = [(kind, gemm) for kind in kinds for gemm in Gemm]
     cells = [[(str(LinearId(stack, layer, path)), gemm) for layer in layers] for (stack, path), gemm in rows]
-    tables = {id(a.scores): a.scores for a in known if a.scores}  # a map that the guard restored shares its scores
+    tables = {id(a.scores): a.scores for a in mapped if a.scores}  # a map that the guard restored shares its scores
     maps: list[dict[str, Any]] = []
     previous: list[list[int | None]] | None = None
-    for adoption in known:
+    for adoption in mapped:
         precision_map = adoption.precision_map or PrecisionMap(choices={})
         codes = [[precision_map.format_of(*cell).code if cell[0] in present else None for cell in row] for row in cells]
         pairs = [] if previous is None else zip(itertools.chain(*previous), itertools.chain(*codes), strict=True)

@@ -96,11 +96,11 @@ def _rise(run: RunData) -> Check:
     within = bound is None or rise - 2 * error <= bound
 
     figures = [(adoption.figure("measured_rise"), adoption.figure("predicted_rise")) for adoption in measured]
-    known = np.array([pair for pair in figures if None not in pair], dtype=float)
-    several = len(known) >= _SEVERAL
+    pairs = np.array([pair for pair in figures if None not in pair], dtype=float)
+    several = len(pairs) >= _SEVERAL
     if several:
-        (rise, predicted), error = known.mean(axis=0), known[:, 0].std(ddof=1) / len(known) ** 0.5
-        text += f"; {len(known)} maps: {rise:.2g} ± {error:.1g}, predicted {predicted:.2g}"
+        (rise, predicted), error = pairs.mean(axis=0), pairs[:, 0].std(ddof=1) / len(pairs) ** 0.5
+        text += f"; {len(pairs)} maps: {rise:.2g} ± {error:.1g}, predicted {predicted:.2g}"
     exceeds = predicted is not None and rise - 2 * error > _MANY * predicted > 0
     if exceeds and predicted:
         text += f", {rise / predicted:.0f} times the prediction"

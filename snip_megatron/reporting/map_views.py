@@ -42,11 +42,11 @@ class Prediction:
         speedup, names = self._speedup(precision_map, bf16_s), [str(linear) for linear in precision_map.linears()]
         formats = (Format.FP8_TENSOR, Format.FP8, Format.MXFP8)
         uniform = {fmt: self._speedup(PrecisionMap.uniform(names, fmt), bf16_s) for fmt in formats}
-        known = {fmt: value for fmt, value in uniform.items() if value is not None}
-        if speedup is None or not known:
+        speedups = {fmt: value for fmt, value in uniform.items() if value is not None}
+        if speedup is None or not speedups:
             return None
-        fastest = max(known, key=lambda fmt: known[fmt])
-        return fastest, speedup / known[fastest]
+        fastest = max(speedups, key=lambda fmt: speedups[fmt])
+        return fastest, speedup / speedups[fastest]
 
     def _speedup(self, precision_map: PrecisionMap, bf16_s: float | None) -> float | None:
         try:
@@ -87,7 +87,7 @@ def phase_view(run: RunData) -> dict[str, Any] | None:
     guards = (e for e in run.events[run.events.index(event) :] if e["event"] == "guard")
     dropped = any(guard.get("action") == "taken_back" for guard in guards)
     timed = run.budget is not None and run.budget.kind != "fp4"
-    now = int(run.metrics[-1]["step"]) + 1 if run.metrics else 0
+    step = int(run.metrics[-1]["step"]) + 1 if run.metrics else 0
     before = next((a.precision_map for a in reversed(run.adoptions) if a.step < event["step"]), None)
     rows: list[dict[str, Any]] = []
     # The event of a plan that was moved may lack the first phases, so that the lists are matched from their ends.
@@ -95,7 +95,7 @@ def phase_view(run: RunData) -> dict[str, Any] | None:
         begin, steps = number(body.get("from_step")), number(body.get("steps"))
         if begin is None or steps is None:
             continue
-        when = "over" if begin + steps <= now else "dropped" if dropped else "in force" if begin < now else "to come"
+        when = "over" if begin + steps <= step else "dropped" if dropped else "in force" if begin < step else "to come"
         after = phase.precision_map
         row = {
             "begin": int(begin),

@@ -173,8 +173,8 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
 def _formats_now(run: RunData) -> str | None:
     """Return the shares of the formats of the map in force, as text. None without a map."""
     shares = run.adoptions[-1].fields.get("formats") if run.adoptions else None
-    known = shares.items() if isinstance(shares, Mapping) else ()
-    return share_text({name: share for name, value in known if (share := number(value)) is not None}) or None
+    items = shares.items() if isinstance(shares, Mapping) else ()
+    return share_text({name: share for name, value in items if (share := number(value)) is not None}) or None
 
 
 def _figure(value: float | None, form: str) -> str | None:

@@ -62,12 +62,12 @@ def rank(scores: Mapping[str, Any], precision_map: PrecisionMap) -> list[Harm]:
 def costliest_format(by_format: Any) -> Format | None:
     """Return the format with the highest score ``q`` of one option. None if it has no score."""
     options = by_format if isinstance(by_format, Mapping) else {}
-    known = {
+    scores = {
         fmt: q
         for fmt in Format
         if isinstance(figures := options.get(fmt.value), Mapping) and (q := number(figures.get("q"))) is not None
     }
-    return max(known, key=lambda fmt: known[fmt], default=None)
+    return max(scores, key=lambda fmt: scores[fmt], default=None)
 
 
 def rank_run(run: RunData) -> list[Harm]:

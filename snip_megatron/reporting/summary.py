@@ -171,8 +171,8 @@ class RunSummary:
     @property
     def judged(self) -> Stretch | None:
         """The latest map whose speed is known."""
-        known = [stretch for stretch in self.maps if stretch.quantised and stretch.speedup is not None]
-        return known[-1] if known else None
+        timed = [stretch for stretch in self.maps if stretch.quantised and stretch.speedup is not None]
+        return timed[-1] if timed else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object of a ``snip.worth/1`` file."""

@@ -140,18 +140,18 @@ class Account:
 
     def step(self, step: int, seconds: float | None) -> None:
         """Take a training step and its duration in seconds. None if the duration is not known."""
-        now = self._now or self._open(step)
-        now.end = step + 1
+        stretch = self._now or self._open(step)
+        stretch.end = step + 1
         if seconds is None:
             return
-        now.timed, now.timed_s = now.timed + 1, now.timed_s + seconds
+        stretch.timed, stretch.timed_s = stretch.timed + 1, stretch.timed_s + seconds
         if self._settling:
             self._settling -= 1
             if self._changed:
-                now.settling.append(seconds)
+                stretch.settling.append(seconds)
         else:
-            now.usual.append(seconds)
-            (self._mapped if now.quantised else self._bf16).append(seconds)
+            stretch.usual.append(seconds)
+            (self._mapped if stretch.quantised else self._bf16).append(seconds)
 
     def read(
         self,
@@ -212,21 +212,21 @@ class Account:
 
     def saved_s(self) -> float | None:
         """Return the seconds saved so far, minus costs. None before any could be measured."""
-        known = [s.saved_s for s in self.stretches() if s.quantised and s.saved_s is not None]
-        return sum(known) - self.cost_s if known else None
+        savings = [s.saved_s for s in self.stretches() if s.quantised and s.saved_s is not None]
+        return sum(savings) - self.cost_s if savings else None
 
     def figures(self, *, judged: bool) -> dict[str, float] | None:
         """Return ``step_s``, and if speeds are ``judged`` and known also ``speedup`` and ``saved_h``.
 
         None if the time of a step is not known.
         """
-        now = self._now
-        if now is None or now.step_s is None:
+        stretch = self._now
+        if stretch is None or stretch.step_s is None:
             return None
-        figures = {"step_s": now.step_s}
+        figures = {"step_s": stretch.step_s}
         saved = self.saved_s()
-        if judged and now.speedup is not None and saved is not None:
-            figures |= {"speedup": now.speedup, "saved_h": saved / 3600.0}
+        if judged and stretch.speedup is not None and saved is not None:
+            figures |= {"speedup": stretch.speedup, "saved_h": saved / 3600.0}
         return figures
 
     def line(self, formats: Mapping[str, float] | None, *, unjudged: str | None) -> str | None:
@@ -235,15 +235,16 @@ class Account:
         ``formats`` are the shares of the map in force. ``unjudged`` is the reason why speeds mean nothing, such as
         ``emulated``. None if there is none.
         """
-        now = self._now
-        if now is None:
+        stretch = self._now
+        if stretch is None:
             return None
         shares = f", {share_text(formats)}" if formats else ""
-        parts = [f"map {now.version}{shares}" if now.quantised else "bf16"]
-        if now.step_s is None:
+        parts = [f"map {stretch.version}{shares}" if stretch.quantised else "bf16"]
+        if stretch.step_s is None:
             return f"snip: {parts[0]} | measuring steps"
-        ratio = "? x" if now.speedup is None else f"{now.speedup:.2f} x"
-        parts.append(f"{duration(now.step_s)} a step" + (f", {unjudged or f'{ratio} bf16'}" if now.quantised else ""))
+        ratio = "? x" if stretch.speedup is None else f"{stretch.speedup:.2f} x"
+        comparison = f", {unjudged or f'{ratio} bf16'}" if stretch.quantised else ""
+        parts.append(f"{duration(stretch.step_s)} a step{comparison}")
         saved = None if unjudged else self.saved_s()
         if saved is not None:
             parts.append(f"{'saved' if saved >= 0 else 'lost'} {duration(abs(saved))}, updates included")

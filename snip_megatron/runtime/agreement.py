@@ -320,11 +320,11 @@ def _verdict(reports: Sequence[_Report], first: Table, *, settles: bool) -> _Ver
     if settles and all(report.differences.keys() <= {_LIBRARY} for report in reports):
         return _slowest_library([report.differences.get(_LIBRARY, first[_LIBRARY]) for report in reports], reports)
     rank = differing[0]
-    (name, value), *rest = reports[rank].differences.items()
+    (name, value), *further = reports[rank].differences.items()
     line = f"ranks differ: on rank {rank} ({reports[rank].host}) {name} is {value}, on rank 0 ({reports[0].host})"
     line += f" {first.get(name, 'none')}"
-    if rest:
-        line += f"; {cut(', '.join(name for name, _ in rest))} differ{'s' * (len(rest) == 1)} too"
+    if further:
+        line += f"; {cut(', '.join(name for name, _ in further))} differ{'s' * (len(further) == 1)} too"
     return _Verdict(line + _others("differences", reports, differing[1:]), EXIT_DISAGREEMENT, rank)
 
 

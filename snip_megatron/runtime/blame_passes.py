@@ -229,9 +229,9 @@ class TimedWatcher(Watcher):
         super().__init__(watcher.formats_of)
         self._watcher, self._end, self.is_late = watcher, end, False
 
-    def on_result(self, product: Product, *others: Any) -> None:
+    def on_result(self, product: Product, *arguments: Any) -> None:
         if not self._has_ended(product):
-            self._watcher.on_result(product, *others)
+            self._watcher.on_result(product, *arguments)
 
     def on_gather(self, product: Product, x: torch.Tensor) -> None:
         if not self._has_ended(product):

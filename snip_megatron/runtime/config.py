@@ -100,7 +100,7 @@ class SnipConfig:
         least=0,
     )
     policy: str = option(
-        "snip", "rule that scores the options: snip, fisher, ... (snip_megatron/sensitivity/README.md)", known=POLICIES
+        "snip", "rule that scores the options: snip, fisher, ... (snip_megatron/sensitivity/README.md)", names=POLICIES
     )
     estimator: str = option(
         "fisher",
@@ -108,7 +108,7 @@ class SnipConfig:
         choices=ESTIMATORS,
     )
     q: str = option(
-        "split", "with --snip-policy snip: rule that combines loss and weight divergence (split, paper)", known=Q_RULES
+        "split", "with --snip-policy snip: rule that combines loss and weight divergence (split, paper)", names=Q_RULES
     )
     probe_microbatches: int = option(1, "microbatches of a probe on each data parallel rank", metavar="B", least=1)
     stage_tolerance: str = option(
@@ -277,7 +277,7 @@ def resolve(
     options: Mapping[str, Any],
     backend: str | None,
     *,
-    ends: bool,
+    has_end: bool,
     steps: int | None = None,
     mock: bool = False,
     recipe: tuple[str, ...] = (),
@@ -289,7 +289,7 @@ def resolve(
     Args:
         options: Fields of :class:`SnipConfig` that the user has set, by name. A tuple may be a text with commas.
         backend: GEMM backend whose cards multiply the formats. None if formats are emulated.
-        ends: Whether training ends.
+        has_end: Whether training ends at a known step.
         steps: The number of training steps. None if it is not known.
         mock: Whether the data are random tokens.
         recipe: Candidate formats that replace the backend's.
@@ -307,7 +307,7 @@ def resolve(
             values[name] = tuple(value.split(",") if isinstance(value, str) else value)
     if "budget" in values:
         values["budget"] = _parse_budget(values["budget"])
-    chosen = defaults(values, backend, ends=ends, steps=steps, mock=mock, recipe=recipe)
+    chosen = defaults(values, backend, has_end=has_end, steps=steps, mock=mock, recipe=recipe)
     return SnipConfig(enabled=True, **(chosen | values))
 
 
@@ -329,7 +329,7 @@ def resolve_arguments(args: argparse.Namespace, backend: str | None = None) -> S
         return SnipConfig(**options)
     steps = training_steps(args)
     mock, recipe = bool(getattr(args, "mock_data", False)), getattr(args, "snip_recipe", ())
-    return resolve(options, backend, ends=steps is not None, steps=steps, mock=mock, recipe=recipe)
+    return resolve(options, backend, has_end=steps is not None, steps=steps, mock=mock, recipe=recipe)
 
 
 def training_steps(args: argparse.Namespace) -> int | None:
@@ -446,10 +446,10 @@ def parse_snip_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     try:
-        args, others = add_arguments(parser).parse_known_args(argv)
+        args, unknown = add_arguments(parser).parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise SnipError(str(error)) from None
-    for word in others:
+    for word in unknown:
         if (argument := word.partition("=")[0]).startswith("--snip-"):
             close = did_you_mean(argument, parser._option_string_actions)
             raise SnipError(f"unrecognized arguments: {cut(argument)}{close}")

@@ -277,8 +277,8 @@ class Controller:
         new, rise = self._channel.agree(self._schedule.enter_phase(step)), None
         self._event(step, "phase", **self._schedule.figures(step))
         if measure is not None and self._changed(new):
-            known = in_nats(self._config.policy, self._config.q) and self._config.estimator == "fisher"
-            rise = self._compare(step, [Candidate(new, self._config.policy, new.loss if known else None)], measure)
+            predicted = in_nats(self._config.policy, self._config.q) and self._config.estimator == "fisher"
+            rise = self._compare(step, [Candidate(new, self._config.policy, new.loss if predicted else None)], measure)
             started = time.perf_counter()
         self._adopt(step, new, started, rise.fields(0) if isinstance(rise, Comparison) else {})
         self._guard.adopted(step)
@@ -366,8 +366,8 @@ class Controller:
         best, every = comparison.best, [comparison.fields(i) for i in range(len(rises))]
         version, bound = candidates[best].precision_map.version, {} if self._bound is None else {"bound": self._bound}
         self._event(step, "rise", version=version, **every[best], candidates=every, **bound, wait_s=_since(started))
-        others = f", the best of {len(rises)}" if len(rises) > 1 else ""
-        self._say(f"step {step}: map {version} ({candidates[best].policy}{others}) {comparison.line(best)}")
+        choice = f", the best of {len(rises)}" if len(rises) > 1 else ""
+        self._say(f"step {step}: map {version} ({candidates[best].policy}{choice}) {comparison.line(best)}")
         return comparison
 
     def _take_back(self, step: int, diagnose: Diagnose | None = None) -> None:

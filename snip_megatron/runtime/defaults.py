@@ -63,7 +63,7 @@ def defaults(
     options: Mapping[str, Any],
     backend: str | None,
     *,
-    ends: bool,
+    has_end: bool,
     steps: int | None = None,
     mock: bool = False,
     recipe: tuple[str, ...] = (),
@@ -76,7 +76,7 @@ def defaults(
     Args:
         options: Fields of a SnipConfig that the user has set.
         backend: See :func:`candidates`.
-        ends: Whether training ends.
+        has_end: Whether training ends at a known step.
         steps: The number of training steps. None if it is not known.
         mock: Whether the data are random tokens.
         recipe: See :func:`candidates`.
@@ -86,7 +86,7 @@ def defaults(
     if "budget" not in options:
         saves = bool(multiplied) and nats and set(options.get("formats", recipe)) <= set(multiplied)
         values["budget"] = SHARE if not saves else FASTEST if mock else LOSS
-        if values["budget"] is LOSS and ends and not _has_one_phase(options):
+        if values["budget"] is LOSS and has_end and not _has_one_phase(options):
             values["schedule"] = "auto"
     kind = {**values, **options}["budget"].kind
     values["formats"] = candidates(kind, None if options.get("timings") == "flops" else backend, recipe)

@@ -170,8 +170,8 @@ class StepReport:
             values[_WAITING] = 1.0
         news = None if self._news is None else self._news()
         if news is not None:
-            known = [news.get(name, math.nan) for name in _ACCOUNT]
-            values[_STEP_S:_SUM] = torch.tensor(known, dtype=torch.float64)
+            figures = [news.get(name, math.nan) for name in _ACCOUNT]
+            values[_STEP_S:_SUM] = torch.tensor(figures, dtype=torch.float64)
         work = dist.all_reduce(values, async_op=True) if dist.is_initialized() else None
         self._flight = (step, grad_norm, values, *self._landing(values, work))
         return arrived

@@ -122,10 +122,10 @@ class LocalFault:
 
 
 def _fault(
-    kind: str, handle: LinearHandle, gemm: Gemm, compared: Difference, bound: float, where: str, **others: Any
+    kind: str, handle: LinearHandle, gemm: Gemm, compared: Difference, bound: float, where: str, **details: Any
 ) -> Fault:
     """Return a fault of a linear, by default of this rank's."""
-    fields: dict[str, Any] = {"rank": rank(), "library": "", "shape": ()} | others
+    fields: dict[str, Any] = {"rank": rank(), "library": "", "shape": ()} | details
     return Fault(
         kind, handle.name, gemm.value, handle.expert, host=socket.gethostname(), where=where, sqnr=compared.sqnr,
         bound=bound, **fields,

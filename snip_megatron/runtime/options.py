@@ -22,18 +22,18 @@ from snip_megatron.runtime.run_data import CONFIG, RUN_SCHEMA
 LISTS = ("formats",)  # comma separated; the other tuples are arguments that may be repeated
 
 
-def option(default: Any, text: str, *, known: Iterable[str] | None = None, **limits: Any) -> Any:
+def option(default: Any, text: str, *, names: Iterable[str] | None = None, **limits: Any) -> Any:
     """Return a dataclass field that is an option. A bool makes a flag, and a tuple a list.
 
     Args:
         default: The default.
         text: The help text.
-        known: The valid values, if the help does not list them.
+        names: The valid values, if the help does not list them.
         limits: Arguments of :func:`setting`, ``metavar`` of ``add_argument``, and ``shown``, the default in the help.
     """
     argument = {name: limits.pop(name) for name in ("metavar", "shown") if name in limits}
-    field = setting(default, text, **(limits if known is None else limits | {"choices": tuple(known)}))
-    field.metadata = {**field.metadata, "argument": argument, "listed": known is None}
+    field = setting(default, text, **(limits if names is None else limits | {"choices": tuple(names)}))
+    field.metadata = {**field.metadata, "argument": argument, "listed": names is None}
     return field
 
 
@@ -220,18 +220,18 @@ def load_schedule(schedule: str, budget: str) -> Schedule | None:
     if schedule in ("static", "auto"):
         return AUTO if schedule == "auto" else None
     text, is_text = schedule, schedule.startswith("{")
-    here = f"--snip-schedule {cut(schedule) if is_text else schedule}"
+    path = f"--snip-schedule {cut(schedule) if is_text else schedule}"
     if not is_text:
         try:
             text = Path(schedule).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a text"
-            raise SnipError(f"{here}: cannot be read ({reason}); give static, auto or a snip.schedule/1 file") from None
-    phases = Schedule.from_json(text, where=here)
+            raise SnipError(f"{path}: cannot be read ({reason}); give static, auto or a snip.schedule/1 file") from None
+    phases = Schedule.from_json(text, where=path)
     for i, phase in enumerate(phases.phases):
         if phase.budget is not None and phase.budget.kind != budget:
             raise SnipError(
-                f"{here}: phases[{i}].budget: {phase.budget} cannot be combined with --snip-budget {budget}=: a"
+                f"{path}: phases[{i}].budget: {phase.budget} cannot be combined with --snip-budget {budget}=: a"
                 " phase's budget is of the same kind, fp4= or speedup="
             )
     return phases
@@ -243,8 +243,8 @@ def parse_pins(pins: Iterable[str]) -> tuple[tuple[str, str], ...]:
     for text in pins:
         glob, equals, fmt = text.rpartition("=")
         if not equals or not glob or fmt not in Format._value2member_map_:
-            known = ", ".join(f.value for f in Format)
-            raise SnipError(f"--snip-pin {cut(text)}: expected GLOB=FORMAT with FORMAT one of {known}")
+            names = ", ".join(f.value for f in Format)
+            raise SnipError(f"--snip-pin {cut(text)}: expected GLOB=FORMAT with FORMAT one of {names}")
         pairs.append((glob, fmt))
     return tuple(pairs)
 

@@ -335,12 +335,12 @@ class Passes:
             return step.update_of(weight) if host.gathers_updates else update.attempt(step.update_of, weight)
 
         partial, sums = update.together("weight_divergence", begin)
-        rest = iter(sums)
+        parts = iter(sums)
         for recorder in self._recorders:
             handle = recorder.handle
             groups = host.groups.of(handle)
             gradient = _reduced(step.gradient(handle.weight), groups)
-            expert_sums = None if recorder.expert_sums is None else next(rest)
+            expert_sums = None if recorder.expert_sums is None else next(parts)
             if handle.repeats:
                 continue
             if groups.dp_rank == 0:

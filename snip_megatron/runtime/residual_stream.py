@@ -126,7 +126,7 @@ class ResidualStream:
         return hook
 
     def _is_repetition(self, boundary: Boundary) -> bool:
-        return boundary.seen and self._host.is_recomputing()
+        return boundary.has_forward and self._host.is_recomputing()
 
     def _draw(self, like: torch.Tensor) -> torch.Tensor:
         """Return Gaussian noise [s(/tp), b, hidden] that depends on global microbatch, token and feature."""

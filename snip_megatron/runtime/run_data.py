@@ -447,8 +447,8 @@ def _update(events: Sequence[Mapping[str, Any]]) -> Update:
     adopted: Mapping[str, Any] = next((event for event in events if event["event"] == "adopt"), {})
 
     def total(name: str, kinds: Collection[str]) -> float | None:
-        known = [value for e in events if e["event"] in kinds and (value := number(e.get(name))) is not None]
-        return math.fsum(known) if known else None
+        values = [value for e in events if e["event"] in kinds and (value := number(e.get(name))) is not None]
+        return math.fsum(values) if values else None
 
     return Update(
         step=submit["step"],

@@ -197,18 +197,18 @@ class Writer:
 
         Waits for at most ``timeout`` seconds. Returns whether the function has ended.
         """
-        done = threading.Event()
+        completed = threading.Event()
 
         def run() -> None:
             try:
                 function()
             finally:
-                done.set()
+                completed.set()
 
         with self._changed:
             self._calls.append(run)
             self._wake()
-        return done.wait(timeout)
+        return completed.wait(timeout)
 
     def flush(self) -> bool:
         """Wait until all records so far were tried. Returns False after :data:`EXIT_S` seconds."""

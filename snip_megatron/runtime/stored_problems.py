@@ -66,8 +66,8 @@ class StoredUpdate:
         if not (shapes := self._fact("linear_shapes")):
             raise SnipError(f"{self.run / CONFIG}: facts.linear_shapes: not known, which --timings needs")
         model = load_cost_model(timings)
-        known = {kind: LinearShape(**shape) for kind, shape in shapes.items()}
-        return OptionTimes.predict(model, known, map(Format, model.formats))
+        by_kind = {kind: LinearShape(**shape) for kind, shape in shapes.items()}
+        return OptionTimes.predict(model, by_kind, map(Format, model.formats))
 
     def with_fp4_share(self, precision_map: PrecisionMap) -> PrecisionMap:
         """Return the map with its fp4 share of FLOPs, if that was not the budget and the run stores statistics."""

@@ -244,11 +244,11 @@ def _keep_sources(stack: ExitStack) -> None:
         return x
 
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        g, *rest = run_backward(ctx, *grad_outputs)
+        g, *gradients = run_backward(ctx, *grad_outputs)
         if isinstance(g, PrequantizedTensor):
             (y,), d = ctx.saved_tensors, grad_outputs[0].detach()
             g.source = lambda: plain_gradient(d, y.detach())  # type: ignore[attr-defined]
-        return g, *rest
+        return g, *gradients
 
     _replace(stack, fused, forward=staticmethod(forward), backward=staticmethod(backward))
 

@@ -281,9 +281,9 @@ def smallest_set[T](
     while size:
         start = len(chosen) - size
         while start >= 0 and len(chosen) > 1:  # the worst suspects last
-            rest = chosen[:start] + chosen[start + size :]
-            if rest and explained(rest) >= share:
-                chosen = rest
+            remaining = chosen[:start] + chosen[start + size :]
+            if remaining and explained(remaining) >= share:
+                chosen = remaining
             start = min(start, len(chosen)) - size
         size //= 2
     return chosen

@@ -89,9 +89,9 @@ def _alone(errors: Mapping[int | None, float]) -> int | None:
 
 def _peers(errors: Mapping[Key, float], bits: Mapping[Key, int], key: Key) -> list[Key]:
     """Return the GEMMs of the same kind with as many bits. Those with other bits if the format of ``key`` is rare."""
-    others = [other for other in errors if other[1] == key[1] and other != key]
-    peers = [other for other in others if bits[other] == bits[key]]
-    return peers if len(peers) + 1 > RARE * (len(others) + 1) else [o for o in others if bits[o] != bits[key]]
+    same_kind = [other for other in errors if other[1] == key[1] and other != key]
+    peers = [other for other in same_kind if bits[other] == bits[key]]
+    return peers if len(peers) + 1 > RARE * (len(same_kind) + 1) else [o for o in same_kind if bits[o] != bits[key]]
 
 
 def _limit(errors: Mapping[Key, float], bits: Mapping[Key, int], peers: Sequence[Key]) -> float:

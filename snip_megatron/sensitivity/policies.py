@@ -309,10 +309,10 @@ def late_plan(
     """
     (early, high), (late, low) = late_shares(request, flops, unquantised)
     begin = origin if step is None else step
-    steps, rest = last - origin, last - begin
-    spare = max(0.0, math.fsum([spent, rest * high, -request.budget.value * steps]))
-    precise = 0 if high <= low else min(rest, math.floor(spare / (high - low) + 1e-9))
-    parts = [(begin, rest - precise, early, high), (last - precise, precise, late, low)]
+    steps, remaining = last - origin, last - begin
+    spare = max(0.0, math.fsum([spent, remaining * high, -request.budget.value * steps]))
+    precise = 0 if high <= low else min(remaining, math.floor(spare / (high - low) + 1e-9))
+    parts = [(begin, remaining - precise, early, high), (last - precise, precise, late, low)]
     phases = tuple(
         PlanPhase(begin, replace(precision_map, target=request.budget.value, achieved=share))
         for begin, count, precision_map, share in parts

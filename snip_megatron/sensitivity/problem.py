@@ -259,6 +259,6 @@ def _keeps(options: Sequence[Option], phases: PhasedRequest) -> list[tuple[int, 
                     f"the phase that begins at step {phases.begins[p]}: change {quoted(cut(glob))} matches no option;"
                     f" the first option is {options[0].id}"
                 )
-            changes = [one or other for one, other in zip(changes, hits, strict=True)]
+            changes = [changed or other for changed, other in zip(changes, hits, strict=True)]
         keeps = [before if change else (*before, p) for before, change in zip(keeps, changes, strict=True)]
     return keeps

@@ -74,11 +74,11 @@ class OutputErrorDots:
             return self.values.square().sum(1)
         of_x_errors, of_quantized_x = self.dots[1:], self.dots[:1] + self.dots[1:]
         sample = of_quantized_x[:, self.rows]
-        rest = self.values - of_x_errors[:, self.rows]
-        shrinkage = _quotient((rest * sample).sum(1), sample.square().sum(1))[:, None]
-        rest = rest - shrinkage * sample
+        residual = self.values - of_x_errors[:, self.rows]
+        shrinkage = _quotient((residual * sample).sum(1), sample.square().sum(1))[:, None]
+        residual = residual - shrinkage * sample
         weight = _quotient(self.norms2.sum(), self.norms2[self.rows].sum())
-        return (of_x_errors + shrinkage * of_quantized_x).square().sum(1) + weight * rest.square().sum(1)
+        return (of_x_errors + shrinkage * of_quantized_x).square().sum(1) + weight * residual.square().sum(1)
 
 
 # -- linears ---------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class Boundary:
         self._forwards = 0
 
     @property
-    def seen(self) -> bool:
+    def has_forward(self) -> bool:
         """Whether this pass has recorded a forward."""
         return self._forwards > 0
 

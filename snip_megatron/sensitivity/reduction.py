@@ -127,8 +127,8 @@ class PartialTable:
         if not dist.is_initialized():  # a process of its own
             return
         dist.all_reduce(self._packed)
-        ends = np.cumsum([array.size for array in self.arrays.values()])
-        parts = np.split(self._packed.cpu().numpy(), ends[:-1])
+        offsets = np.cumsum([array.size for array in self.arrays.values()])
+        parts = np.split(self._packed.cpu().numpy(), offsets[:-1])
         self.arrays = {
             name: part.reshape(array.shape) for (name, array), part in zip(self.arrays.items(), parts, strict=True)
         }

@@ -119,15 +119,15 @@ class PhasedRequest(JsonFields):
         ``carried`` maps the first steps of the remaining phases to the weights of the carried loss. ``standing`` is the
         weight of the standing loss in the last phase. The others are as the attributes.
         """
-        rest = schedule.remaining(*run, step)
-        phases = [schedule.phases[index] for index, _, _ in rest]
-        begins = tuple(begin for _, begin, _ in rest)
+        remaining = schedule.remaining(*run, step)
+        phases = [schedule.phases[index] for index, _, _ in remaining]
+        begins = tuple(begin for _, begin, _ in remaining)
         return cls(
             begins,
-            steps=tuple(steps for _, _, steps in rest),
+            steps=tuple(steps for _, _, steps in remaining),
             budgets=tuple(None if phase.budget is None else phase.budget.value for phase in phases),
             change=tuple(phase.change for phase in phases),
-            standing=(*[0.0] * (len(rest) - 1), standing),
+            standing=(*[0.0] * (len(remaining) - 1), standing),
             carried=tuple(carried(begins)),
             spent_steps=spent_steps,
             spent=spent,

@@ -182,8 +182,8 @@ def output_kernel(quantised_ptr, exact_ptr, g_ptr, sums_ptr, N, g_stride, BLOCK:
     """Sum G·E and E² of one block of a row, where E = quantised − exact: ``sums`` [2, blocks of a row, rows]."""
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    here = row.to(tl.int64) * N + at
-    error = tl.load(quantised_ptr + here, mask=at < N, other=0.0) - tl.load(exact_ptr + here, mask=at < N, other=0.0)
+    place = row.to(tl.int64) * N + at
+    error = tl.load(quantised_ptr + place, mask=at < N, other=0.0) - tl.load(exact_ptr + place, mask=at < N, other=0.0)
     g = tl.load(g_ptr + row.to(tl.int64) * g_stride + at, mask=at < N, other=0.0).to(tl.float32)
     rows, blocks = tl.num_programs(0), tl.num_programs(1)
     sums_ptr += block * rows + row

@@ -197,5 +197,5 @@ def array_shapes(
 
 def _linear_row(name: Any, stage: Any, n: Any, k: Any, *more: Any) -> LinearRow:
     """Read a row. Files of earlier releases hold decoders of attention and MLP, and no places."""
-    rest = zip(more, (int, int, int, Role, bool, Side), strict=False)
-    return LinearRow(str(name), int(stage), int(n), int(k), *(read(value) for value, read in rest))
+    fields = zip(more, (int, int, int, Role, bool, Side), strict=False)
+    return LinearRow(str(name), int(stage), int(n), int(k), *(read(value) for value, read in fields))

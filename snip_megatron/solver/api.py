@@ -127,12 +127,12 @@ def _loss(problem: Problem, phase: int, formats: Mapping[str, Format]) -> float:
 
 def _average(problem: Problem, table: Table, savings: Floats, times: Floats) -> float:
     """Return the mean share of the run, or its reference time / time, including what is spent."""
-    done, achieved = problem.past
+    past_steps, achieved = problem.past
     if problem.budget.kind == "fp4":
         shares = [_share(float(saved), float(table.cost[0])) for saved in savings[:, 0]]
-        return math.fsum([*(table.steps * shares).tolist(), done * achieved]) / problem.steps
+        return math.fsum([*(table.steps * shares).tolist(), past_steps * achieved]) / problem.steps
     reference = table.rows.reference
-    taken = math.fsum([*(table.steps * times).tolist(), done * reference / achieved])
+    taken = math.fsum([*(table.steps * times).tolist(), past_steps * reference / achieved])
     return _speedup(reference * problem.steps, taken)
 
 

@@ -190,10 +190,10 @@ class Problem:
 # -- files -----------------------------------------------------------------------------------------------------
 def _budget(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a problem that its object ``budget`` holds."""
-    known = (*_KINDS, "stage_tolerance", "fixed_cost")
+    keys = (*_KINDS, "stage_tolerance", "fixed_cost")
     for key in raw:
-        if key not in known:
-            raise SnipError(f"budget.{cut(key)}: unknown field (known: {', '.join(known)})")
+        if key not in keys:
+            raise SnipError(f"budget.{cut(key)}: unknown field (known: {', '.join(keys)})")
     kinds = [key for key in _KINDS if key in raw]
     if not kinds:
         raise SnipError("budget.target: missing")
@@ -248,11 +248,11 @@ def _faults(problem: Problem) -> _Faults:
         yield from _spent_faults(problem.budget, spent)
     if not problem.items:
         yield "items", "must hold at least one item"
-    seen: dict[str, int] = {}
+    first_index: dict[str, int] = {}
     for i, item in enumerate(problem.items):
         if not item.id:
             yield f"items[{i}].id", "must be a non-empty string"
-        first = seen.setdefault(item.id, i)
+        first = first_index.setdefault(item.id, i)
         if first != i:
             yield f"items[{i}].id", f"{quoted(item.id)} is also the id of items[{first}]"
         yield from _item_faults(item, len(phases), f"items[{i}]")
@@ -303,15 +303,15 @@ def _item_faults(item: Item, phases: int, path: str) -> _Faults:
     if not item.choices:
         yield f"{path}.choices", "must hold at least one choice"
     for j, choice in enumerate(item.choices):
-        here = f"{path}.choices[{j}]"
+        choice_path = f"{path}.choices[{j}]"
         if len(choice.losses) != (phases or 1):
-            yield f"{here}.losses", f"must hold {phases or 1} numbers, one a phase, got {len(choice.losses)}"
+            yield f"{choice_path}.losses", f"must hold {phases or 1} numbers, one a phase, got {len(choice.losses)}"
         for p, loss in enumerate(choice.losses):
             if not abs(loss) <= MAX_LOSS:
-                name = f"{here}.losses[{p}]" if phases else f"{here}.loss"
+                name = f"{choice_path}.losses[{p}]" if phases else f"{choice_path}.loss"
                 yield name, f"must be a finite number of at most {MAX_LOSS:g}, got {loss}"
         if not -_MAX_COST <= choice.saving <= item.cost * (1 + _ROUNDING):
-            yield f"{here}.saving", f"must be a finite number of at most the item's cost, got {choice.saving}"
+            yield f"{choice_path}.saving", f"must be a finite number of at most the item's cost, got {choice.saving}"
     formats = [choice.format for choice in item.choices]
     if len(set(formats)) != len(formats):
         j = next(j for j, f in enumerate(formats) if f in formats[:j])
@@ -325,12 +325,12 @@ def _item_faults(item: Item, phases: int, path: str) -> _Faults:
 def _joint_faults(problem: Problem) -> _Faults:
     stages = {item.id: item.stage for item in problem.items}
     for i, item in enumerate(problem.items):
-        here = f"items[{i}].joint"
+        joint_path = f"items[{i}].joint"
         if len(item.joint) > _MAX_JOINT:
-            yield here, f"must name at most {_MAX_JOINT} items, got {len(item.joint)}"
+            yield joint_path, f"must name at most {_MAX_JOINT} items, got {len(item.joint)}"
         for other, savings in item.joint.items():
             if other == item.id or stages.get(other) != item.stage:
-                yield here, f"{quoted(cut(other))} is not the id of another item of the same stage"
+                yield joint_path, f"{quoted(cut(other))} is not the id of another item of the same stage"
             for saving in savings.values():
                 if not 0 <= saving <= _MAX_COST:
-                    yield here, f"a saving must be a finite number from 0 to {_MAX_COST:g}, got {saving}"
+                    yield joint_path, f"a saving must be a finite number from 0 to {_MAX_COST:g}, got {saving}"

@@ -50,14 +50,14 @@ def relax(table: Table, open_: Bools, scale: float) -> Relaxation | None:
         objective = np.concatenate([np.zeros(len(decisions)), -weights])
         last = np.concatenate([table.loss[decisions, choices] / scale, np.zeros(len(weights))])
         last_limit = (table.limit - table.least) / scale
-    one = coo_array(
+    one_choice = coo_array(
         (np.ones(len(decisions)), (decisions, np.arange(len(decisions)))), shape=(len(open_), len(objective))
     )
     result = linprog(
         objective,
         A_ub=vstack([upper, coo_array(last[None, :])]).tocsr(),
         b_ub=np.append(limits, last_limit),
-        A_eq=one.tocsr(),
+        A_eq=one_choice.tocsr(),
         b_eq=np.ones(len(open_)),
         bounds=np.array([[0.0, 1.0]] * len(decisions) + list(zip(low, high, strict=True))),
         method="highs",
@@ -100,9 +100,9 @@ def _upper_rows(table: Table, decisions: Ints, choices: Ints) -> tuple[coo_array
             values.append(-table.saving[decisions[within], choices[within]] / table.rows.divisor[row])
     phases = len(table.steps)
     shape = (phases * len(counted), len(decisions))
-    left = coo_array((np.concatenate(values), (np.concatenate(i), np.concatenate(j))), shape=shape)
+    savings = coo_array((np.concatenate(values), (np.concatenate(i), np.concatenate(j))), shape=shape)
     right = np.repeat(np.eye(phases), len(counted), axis=0)
-    return hstack([left, coo_array(right)]), np.tile(table.rows.offset[counted], phases)
+    return hstack([savings, coo_array(right)]), np.tile(table.rows.offset[counted], phases)
 
 
 def _bound(

@@ -283,12 +283,12 @@ class _CoreModel:
             for row in np.nonzero(table.rows.counted)[0].tolist():
                 within = table.within(p, row)
                 free, fixed = np.nonzero(within[self.decisions])[0], self.fixed[within[self.fixed]]
-                known = math.fsum(table.saving[fixed, self.assignment[fixed]] / table.rows.divisor[row])
-                known = max(known + table.rows.offset[row], -_LARGEST_SHARE)
+                constant = math.fsum(table.saving[fixed, self.assignment[fixed]] / table.rows.divisor[row])
+                constant = max(constant + table.rows.offset[row], -_LARGEST_SHARE)
                 share = table.saving[self.decisions[free], self.choices[free]] / table.rows.divisor[row]
                 integers = _integers(np.maximum(share, -_LARGEST_SHARE), bits, up=True)
                 terms = cp_model.LinearExpr.weighted_sum(self.variables[free].tolist(), integers)
-                self.model.add(terms + _integer(known, bits, up=True) >= phase_saving[-1])
+                self.model.add(terms + _integer(constant, bits, up=True) >= phase_saving[-1])
         hinted = table.phase_saving(table.savings(hint)).clip(-_LARGEST_SHARE, _LARGEST_SHARE)
         for variable, value in zip(phase_saving, _integers(hinted, bits, up=False), strict=True):
             self.model.add_hint(variable, min(value, cap))
@@ -300,18 +300,18 @@ class _CoreModel:
     def _add_objective(self) -> None:
         """Minimise Σ loss, or maximise Σ steps · w where the loss has a limit."""
         table = self.table
-        losses, known = table.loss[self.decisions, self.choices], table.loss[self.fixed, self.assignment[self.fixed]]
+        losses, fixed = table.loss[self.decisions, self.choices], table.loss[self.fixed, self.assignment[self.fixed]]
         limit = table.limit - table.least
-        largest = max(float(losses.max(initial=0.0)), float(known.max(initial=0.0))) or 1.0
+        largest = max(float(losses.max(initial=0.0)), float(fixed.max(initial=0.0))) or 1.0
         self.loss_unit = math.ldexp(1.0, math.frexp(min(largest, 2 * limit) or 1.0)[1] - BITS)
-        self.known = math.fsum(known)
+        self.fixed_loss = math.fsum(fixed)
         integers = _integers(np.minimum(losses / self.loss_unit, 2.0**BITS), 0, up=False)
         loss = cp_model.LinearExpr.weighted_sum(self.variables.tolist(), integers)
         if table.limit == math.inf:
-            self.model.minimize(loss + int(self.known / self.loss_unit))
+            self.model.minimize(loss + int(self.fixed_loss / self.loss_unit))
             self.resolution = len(losses) * self.loss_unit
         else:
-            self.model.add(loss <= math.ceil((limit - self.known) / self.loss_unit))
+            self.model.add(loss <= math.ceil((limit - self.fixed_loss) / self.loss_unit))
             self.model.maximize(self.total)
             self.resolution = float(table.steps.sum()) * 2.0**-BITS + len(losses) * self.saving_unit
 
@@ -320,7 +320,8 @@ class _CoreModel:
         if self.table.limit < math.inf:
             bound = -objective * self.saving_unit
         else:
-            bound = objective * self.loss_unit + self.known - int(self.known / self.loss_unit) * self.loss_unit
+            units = objective - int(self.fixed_loss / self.loss_unit)
+            bound = units * self.loss_unit + self.fixed_loss
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None, bound
         chosen = np.array([solver.boolean_value(v) for v in self.variables], dtype=bool)

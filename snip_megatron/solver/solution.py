@@ -182,12 +182,12 @@ def _lowest(problem: Problem, table: Table, savings: Floats) -> tuple[int, str]:
 
 def _highest_budget(problem: Problem, table: Table) -> float | None:
     """Return the highest budget that the fastest assignment meets, rounded down. None if it meets none."""
-    fastest, steps, (done, achieved) = table.fastest_assignment(), problem.steps, problem.past
+    fastest, steps, (past_steps, achieved) = table.fastest_assignment(), problem.steps, problem.past
     saved = table.total_saving(fastest)
     if problem.budget.kind == "fp4":
-        limit, least, highest = math.fsum([saved, done * achieved]) / steps, 0.0, 1.0
+        limit, least, highest = math.fsum([saved, past_steps * achieved]) / steps, 0.0, 1.0
     else:
-        taken = math.fsum([steps - done, -saved, done / achieved])
+        taken = math.fsum([steps - past_steps, -saved, past_steps / achieved])
         limit, least, highest = steps / taken if taken > 0 else MAX_SPEEDUP, 1.0, MAX_SPEEDUP
     limit = math.floor(min(limit, highest) * _DIGITS) / _DIGITS
     for tried in (limit, max(limit - 1 / _DIGITS, least), max(limit - 2 / _DIGITS, least)):

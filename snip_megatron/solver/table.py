@@ -316,9 +316,9 @@ def _floor(target: float | None, problem: Problem, rows: Rows) -> float:
 
 def _need(problem: Problem, rows: Rows) -> float:
     """Return the least Σ steps · w of the remaining phases: what is spent counts."""
-    budget, steps, (done, achieved) = problem.budget, problem.steps, problem.past
+    budget, steps, (past_steps, achieved) = problem.budget, problem.steps, problem.past
     if budget.kind == "fp4":
-        return math.fsum([budget.value * steps * (1 - SLACK), -done * achieved])
+        return math.fsum([budget.value * steps * (1 - SLACK), -past_steps * achieved])
     if budget.kind == "speedup" and rows.reference:
-        return math.fsum([steps - done, done / achieved, -steps / budget.value * (1 + SLACK)])
+        return math.fsum([steps - past_steps, past_steps / achieved, -steps / budget.value * (1 + SLACK)])
     return 0.0 if budget.kind == "speedup" else -math.inf

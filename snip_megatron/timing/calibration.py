@@ -90,11 +90,11 @@ def coarse_first(axes: Sequence[Sequence[int]]) -> tuple[Size, ...]:
 
 def _levels(low: int, high: int, depth: int = 0) -> dict[int, int]:
     """Return place → how often the places ``low`` to ``high`` of an axis must be halved until it is an end."""
-    ends = dict.fromkeys((low, high), depth)
+    levels = dict.fromkeys((low, high), depth)
     if high - low < 2:
-        return ends
+        return levels
     middle = (low + high) // 2
-    return _levels(low, middle, depth + 1) | _levels(middle, high, depth + 1) | ends
+    return _levels(low, middle, depth + 1) | _levels(middle, high, depth + 1) | levels
 
 
 _PACKAGES = ("torch", "triton", "transformer-engine", "sgl-deep-gemm", "snip_megatron")
@@ -121,7 +121,7 @@ def calibrate(
     notes: list[str] = []
     sizes = workload.ordered()
     copy_rate: float | None = None
-    done, stopped = 0, ""
+    measured, stopped = 0, ""
     try:
         copy_rate = measurer.copy_rate()
         for kind, size in sizes:
@@ -136,7 +136,7 @@ def calibrate(
                 rows[kind][size] = getattr(measurer, kind)(size)
             except RuntimeError as error:  # out of memory, or a size that a library refuses
                 notes.append(f"{kind} {size}: {' '.join(str(error).split())[:160]}")
-            done += 1
+            measured += 1
     except KeyboardInterrupt:
         if seconds is None:
             raise
@@ -145,7 +145,7 @@ def calibrate(
         if compilation is not None:
             compilation.close()
     if stopped:
-        notes.append(f"stopped: {stopped}; {len(sizes) - done} of {len(sizes)} sizes are not measured")
+        notes.append(f"stopped: {stopped}; {len(sizes) - measured} of {len(sizes)} sizes are not measured")
     device = measurer.clock.device
     if device.type == "cuda":
         gc.collect()  # modules may refer to themselves, and a training needs their memory

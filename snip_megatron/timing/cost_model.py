@@ -212,13 +212,13 @@ class CostModel:
         """Return the seconds of quantising W that one of its two GEMMs is charged: half of the call that serves both,
         or a whole call of the base of a variant that was not measured and has a W of its own.
         """
-        known = self._known(fmt)
+        measured = self._known(fmt)
         assert self._weights is not None
         if self._is_grouped(shape):
-            both = self._share(shape, "weights", lambda times: times[known])
+            both = self._share(shape, "weights", lambda times: times[measured])
         else:
-            both = self._weights.seconds((shape.n, shape.k), lambda row: row[known])
-        return both if known is not fmt and VARIANTS[fmt].separate_weight else both / 2
+            both = self._weights.seconds((shape.n, shape.k), lambda row: row[measured])
+        return both if measured is not fmt and VARIANTS[fmt].separate_weight else both / 2
 
     def _portion(self, shape: LinearShape, fmt: Format, operand: str, times: Triple, side: int) -> float:
         """Return the seconds of a quantisation for its first GEMM (``side`` 0) or wgrad (1) alone, from its ``times``.
@@ -226,8 +226,8 @@ class CostModel:
         Where it is fused, the first GEMM is charged what it adds to SwiGLU, and wgrad the rest, as it ends the fusion.
         """
         if self._is_grouped(shape) and shape.fused == operand:
-            known = self._known(fmt)
-            fused = self._share(shape, f"fused_{operand}", lambda seconds: seconds[known])
+            measured = self._known(fmt)
+            fused = self._share(shape, f"fused_{operand}", lambda seconds: seconds[measured])
             return max(times[1], times[2] - fused) if side else fused
         return times[side]
 

@@ -212,8 +212,8 @@ def uneven_splits(experts: int, tokens: int, multiple: int) -> list[int]:
     """Return rows of experts, 0.7 to 1.3 of the mean, each padded to a multiple of ``multiple`` as in training."""
     draws = random.Random(experts)
     shares = [draws.uniform(*_UNEVEN) for _ in range(experts)]
-    ends = [round(tokens * end / sum(shares)) for end in itertools.accumulate(shares, initial=0.0)]
-    return [-(-(end - start) // multiple) * multiple for start, end in itertools.pairwise(ends)]
+    bounds = [round(tokens * end / sum(shares)) for end in itertools.accumulate(shares, initial=0.0)]
+    return [-(-(end - start) // multiple) * multiple for start, end in itertools.pairwise(bounds)]
 
 
 def _triples(columns: Sequence[dict[Format, float]]) -> dict[Format, Triple]:

@@ -70,6 +70,6 @@ def _parse_formats(text: str) -> tuple[Format, ...]:
     names = [name for name in text.split(",") if name and name != Format.BF16.value]
     unknown = [name for name in names if name not in Format._value2member_map_]
     if unknown or not names or len(set(names)) != len(names):
-        known = ", ".join(fmt.value for fmt in Format if fmt is not Format.BF16)
-        raise SnipError(f"--formats {cut(text)}: give distinct names among {known}")
+        valid = ", ".join(fmt.value for fmt in Format if fmt is not Format.BF16)
+        raise SnipError(f"--formats {cut(text)}: give distinct names among {valid}")
     return tuple(Format(name) for name in names)

@@ -84,10 +84,10 @@ def _export_te(args: argparse.Namespace, formats: dict[LinearId, Formats]) -> No
     for linear, formats_of_linear in formats.items():
         for gemm, fmt in zip(Gemm, formats_of_linear, strict=True):
             if fmt not in QUANTIZERS:
-                known = ", ".join(quantizer.value for quantizer in QUANTIZERS)
+                names = ", ".join(quantizer.value for quantizer in QUANTIZERS)
                 raise SnipError(
                     f"{args.source}: {linear} runs {gemm.value} in {fmt.value}, for which Transformer Engine has no"
-                    f" quantizer (it has them for {known}): choose the map among these (--snip-formats)"
+                    f" quantizer (it has them for {names}): choose the map among these (--snip-formats)"
                 )
     path: Path = args.out / f"{FACTORY_MODULE}.py"
     _write_files(args.out, {path.name: factory_source(formats, str(args.source))})

@@ -123,23 +123,23 @@ def make_job(
     ``changes`` are values of fields of the configuration ``name``. A value of None changes nothing. Raises SnipError if
     a name is unknown, sizes do not fit together, or files are missing.
     """
-    known = CONFIGURATIONS.get(name)
-    if known is None:
+    preset = CONFIGURATIONS.get(name)
+    if preset is None:
         names = ", ".join(CONFIGURATIONS)
         raise SnipError(f"{cut(name)}: no such configuration; choose one of {names}, and --model for another")
     changes = {field: value for field, value in changes.items() if value is not None}
-    configuration = replace(known, **changes)
+    configuration = replace(preset, **changes)
     model = load_llama(configuration.model)
     if "model" in changes:
         configuration = replace(configuration, title=model.name)
     tp, pp, gpus_per_node, nodes = configuration.tp, configuration.pp, configuration.gpus_per_node, configuration.nodes
     if nodes is None:
-        nodes = max(1, known.tp * known.pp * known.dp // max(1, gpus_per_node))
+        nodes = max(1, preset.tp * preset.pp * preset.dp // max(1, gpus_per_node))
     for argument, value in (("nodes", nodes), ("gpus-per-node", gpus_per_node), ("tp", tp), ("pp", pp)):
         if value < 1:
             raise SnipError(f"--{argument} {value}: must be 1 or more")
-    dp, rest = divmod(nodes * gpus_per_node, tp * pp)
-    if rest:
+    dp, remainder = divmod(nodes * gpus_per_node, tp * pp)
+    if remainder:
         raise SnipError(
             f"{nodes * gpus_per_node} GPUs (--nodes {nodes} × --gpus-per-node {gpus_per_node}) are no multiple of"
             f" --tp {tp} × --pp {pp} = {tp * pp}, one copy of the model"
@@ -390,7 +390,7 @@ def _forecast(job: Job, training: Training) -> list[str]:
     model = load_cost_model(_TIMINGS)
     options = given_arguments(megatron_arguments(job)) if job.snip else {"update_interval": 0}
     try:
-        config = parse_config(options, model, ends=training.train_iters is not None, recipe=training.recipe)
+        config = parse_config(options, model, has_end=training.train_iters is not None, recipe=training.recipe)
         return [_title(job), render(make_plan(StepModel(layout, model), config)).rstrip()]
     except SnipError as error:
         return [_title(job), f"no forecast: {error}"]

@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "times of GEMMs: h100, h200, a file that snip calibrate wrote, or flops (no times); default: h200"
     add("--timings", default="h200", metavar="NAME|FILE", help=text)
     add("--gpus-per-node", type=_count, default=8, metavar="N", help="GPUs of a node; default: 8")
-    for name, speed, others in (("node", 180.0, "the others of its node"), ("network", 40.0, "other nodes")):
-        text = f"GB that one GPU sends to {others} in a second; default: {speed:g}"
+    for name, speed, destination in (("node", 180.0, "the others of its node"), ("network", 40.0, "other nodes")):
+        text = f"GB that one GPU sends to {destination} in a second; default: {speed:g}"
         add(f"--{name}-bandwidth", type=_BANDWIDTH, default=speed, metavar="GB/s", help=text)
     text = "memory of a GPU in GiB; default: that of the GPU of --timings, if its table has it"
     add("--gpu-memory", type=positive("GiB above 0", 1e6), metavar="GIB", help=text)
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     options = given_arguments(args.megatron or ()) | given_options(args, SnipConfig, "", _TRAINING_OPTIONS)
     training = Training(_named_layout(args)) if args.megatron is None else _check_training(args)
     assert isinstance(training.layout, Layout)
-    config = parse_config(options, model, ends=training.train_iters is not None, recipe=training.recipe)
+    config = parse_config(options, model, has_end=training.train_iters is not None, recipe=training.recipe)
     links = Links(args.gpus_per_node, args.node_bandwidth * 1e9, args.network_bandwidth * 1e9)
     gpu = None if args.gpu_memory is None else args.gpu_memory * 2**30
     plan = make_plan(StepModel(training.layout, model, links), config, args.statistics, gpu_memory=gpu)

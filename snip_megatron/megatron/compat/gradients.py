@@ -74,36 +74,36 @@ def check_gradient_reduction(args: argparse.Namespace) -> None:
     its scale differs between these ranks. That does not matter where Megatron sums the reduced gradients over these
     ranks, as it does for norms and routers under sequence parallelism. Otherwise the replicas would drift apart.
     """
-    here = "--snip-gradient-reduction fp8"
+    option = "--snip-gradient-reduction fp8"
     if (args.bf16 or args.fp16) and not args.accumulate_allreduce_grads_in_fp32:
         low = "--grad-reduce-in-bf16" if args.grad_reduce_in_bf16 else "gradients in 16 bits"
-        raise SnipError(f"{low} cannot be combined with {here}, which sums gradients in FP32; leave one of them out")
+        raise SnipError(f"{low} cannot be combined with {option}, which sums gradients in FP32; leave one of them out")
     if not hasattr(args, _ARGUMENT) or not hasattr(buffers, _FUNCTION):
         raise SnipError(
-            f"{here}: needs Megatron's own training loop with its --{_ARGUMENT.replace('_', '-')}; leave it out"
+            f"{option}: needs Megatron's own training loop with its --{_ARGUMENT.replace('_', '-')}; leave it out"
         )
     if not args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False):
-        raise SnipError(f"{here}: only the distributed optimizer scatters gradients; add --use-distributed-optimizer")
+        raise SnipError(f"{option}: only the distributed optimizer scatters gradients; add --use-distributed-optimizer")
     if args.num_distributed_optimizer_instances > 1:
         raise SnipError(
-            f"{here} cannot be combined with --num-distributed-optimizer-instances"
+            f"{option} cannot be combined with --num-distributed-optimizer-instances"
             f" {args.num_distributed_optimizer_instances}: Megatron has no such reduction between instances; use 1"
         )
     if args.ddp_average_in_collective:
         raise SnipError(
-            f"{here} cannot be combined with --ddp-average-in-collective: gradients are summed; leave one out"
+            f"{option} cannot be combined with --ddp-average-in-collective: gradients are summed; leave one out"
         )
     if args.data_parallel_size * args.context_parallel_size == 1:
-        raise SnipError(f"{here}: there is one data parallel rank, so that gradients are not reduced; leave it out")
+        raise SnipError(f"{option}: there is one data parallel rank, so that gradients are not reduced; leave it out")
     if args.tensor_model_parallel_size == 1:
         return
-    here += f" with --tensor-model-parallel-size {args.tensor_model_parallel_size}"
+    option += f" with --tensor-model-parallel-size {args.tensor_model_parallel_size}"
     drift = "parameters that are replicated on tensor parallel ranks would differ between them"
     if not args.sequence_parallel:
-        raise SnipError(f"{here}: add --sequence-parallel; without it {drift}")
+        raise SnipError(f"{option}: add --sequence-parallel; without it {drift}")
     if getattr(args, "position_embedding_type", None) == "learned_absolute":
         raise SnipError(
-            f"{here} cannot be combined with --position-embedding-type learned_absolute: {drift}; use rope, or leave"
+            f"{option} cannot be combined with --position-embedding-type learned_absolute: {drift}; use rope, or leave"
             " one out"
         )
 

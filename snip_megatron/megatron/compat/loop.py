@@ -75,9 +75,9 @@ def evaluations_watched(begin: Callable[[str], None]) -> AbstractContextManager[
     """Call ``begin`` before each evaluation in this context, with Megatron's text (``iteration 8 on test set``)."""
     original = training.evaluate_and_print_results
 
-    def evaluate_sets(prefix: str, *rest: Any, **named: Any) -> Any:
+    def evaluate_sets(prefix: str, *arguments: Any, **named: Any) -> Any:
         begin(prefix)
-        return original(prefix, *rest, **named)
+        return original(prefix, *arguments, **named)
 
     return changed(training, evaluate_and_print_results=evaluate_sets)
 
@@ -144,7 +144,7 @@ def loss_tokens_counted(model_config: Any) -> Iterator[list[torch.Tensor]]:
     """
     counts: list[torch.Tensor] = []
 
-    def count(model: Any, tokens: torch.Tensor | None = None, **others: Any) -> None:
+    def count(model: Any, tokens: torch.Tensor | None = None, **keywords: Any) -> None:
         if tokens is not None:
             counts.append(tokens)
 
@@ -170,14 +170,14 @@ def learning_rate(scheduler: Any, args: argparse.Namespace, step: int) -> Callab
     The scheduler counts samples. Their number is interpolated linearly up to ``step``, and from there to the end of the
     run, which is exact unless the batch size ramps up. ``step`` is the next training step, counted from 0.
     """
-    done, last = int(scheduler.num_steps), int(args.train_iters or 0)
+    trained, last = int(scheduler.num_steps), int(args.train_iters or 0)
     total = int(getattr(args, "train_samples", None) or last * int(args.global_batch_size))
 
     def rate(at: int) -> float:
         if at < step:
-            samples = done * at // step
+            samples = trained * at // step
         else:
-            samples = done + max(0, total - done) * (at - step) // max(1, last - step)
+            samples = trained + max(0, total - trained) * (at - step) // max(1, last - step)
         with changed(scheduler, num_steps=samples):
             return float(scheduler.get_lr({}))
 

@@ -157,7 +157,7 @@ def let_snip_choose(
     parse = parser.parse_known_args
 
     def parse_known_args(*positional: Any, **named: Any) -> Any:
-        args, others = parse(*positional, **named)
+        args, unknown = parse(*positional, **named)
         if getattr(args, "snip_blame", None) is not None and not args.snip:
             _blame_without_snip(args)
         elif getattr(args, "snip", False):
@@ -167,7 +167,7 @@ def let_snip_choose(
                 say(line)
         if check is not None:
             check(args)
-        return args, others
+        return args, unknown
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
     return parser

@@ -54,12 +54,12 @@ class GroupRows(list[int], _PaddedRows):
         padded, firsts = unpadded + TILE - 1 & -TILE, unpadded.cumsum() - unpadded
         if backwards:
             unpadded, padded, firsts = unpadded[::-1], padded[::-1], firsts[::-1]
-        ends = padded.cumsum()
+        bounds = padded.cumsum()
         super().__init__(padded.tolist())
         self.backwards = backwards
         self.unpadded = sum(counts)
         self.moves = backwards or self.unpadded != sum(self)
-        self._table, self._device = np.array((ends - padded, firsts, unpadded, ends), dtype=np.int32), device
+        self._table, self._device = np.array((bounds - padded, firsts, unpadded, bounds), dtype=np.int32), device
 
     def tolist(self) -> "GroupRows":
         """Return this list. Megatron's experts call this method of a tensor."""
@@ -157,8 +157,8 @@ class GroupLoop:
 
     def takes_device_rows(self, formats: Formats) -> bool:
         """Return whether the three GEMMs of a linear in ``formats`` take :class:`DeviceRows`: each is one launch."""
-        *others, wgrad = formats
-        return wgrad is Format.BF16 and self.in_one_launch.issuperset(others)
+        *input_formats, wgrad = formats
+        return wgrad is Format.BF16 and self.in_one_launch.issuperset(input_formats)
 
     def quantize_weights(
         self, weights: Sequence[Tensor], spec: OperandSpec, cached: CachedPair | None = None

@@ -153,8 +153,8 @@ def _e8m0_scales(amax: Tensor, maximum: float) -> tuple[Tensor, Tensor]:
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
     exponent = (exponent + up.int()).clamp_(max=0xFE)
-    one = torch.ones_like(amax)
-    return torch.where(exponent == 0, 1.0, torch.ldexp(one, 127 - exponent)), torch.ldexp(one, exponent - 127)
+    ones = torch.ones_like(amax)
+    return torch.where(exponent == 0, 1.0, torch.ldexp(ones, 127 - exponent)), torch.ldexp(ones, exponent - 127)
 
 
 def _amax(x: Tensor, tile: Sequence[int]) -> Tensor:

@@ -19,13 +19,13 @@ _OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit
 def _add_tile(
-    total, a, b, left_scale, right_scale, rest, a_depth, b_depth, row_mask, col_mask,
+    total, a, b, left_scale, right_scale, columns, a_depth, b_depth, row_mask, col_mask,
     DEPTH: tl.constexpr, TILE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Add the scaled product of one tile, which has ``rest`` columns or more, and return the next tile's pointers."""
+    """Add the scaled product of one tile of at least ``columns`` columns, and return the pointers of the next tile."""
     depth, part = tl.arange(0, DEPTH), tl.zeros(total.shape, tl.float32)
     for step in tl.static_range(0, TILE, DEPTH):
-        inside = step + depth < rest
+        inside = step + depth < columns
         left = tl.load(a, mask=row_mask[:, None] & inside[None, :], other=0.0)
         right = tl.load(b, mask=inside[:, None] & col_mask[None, :], other=0.0)
         if not GPU:  # the interpreter would multiply the bits of bf16 numbers

@@ -110,11 +110,11 @@ def why_not_transformer_engine(formats: Collection[Format] | None) -> str | None
         te_map()
     except Exception as error:  # an incompatible shared object may raise anything
         return f"Transformer Engine cannot be used ({import_error(error)})"
-    known = formats_on_card()
-    others = sorted(fmt.value for fmt in formats or () if fmt not in known)
-    if others:
-        listed = ", ".join(fmt.value for fmt in known)
-        return f"its linears run {listed} on this card, not {', '.join(others)} (see --snip-formats, --snip-pin)"
+    supported = formats_on_card()
+    missing = sorted(fmt.value for fmt in formats or () if fmt not in supported)
+    if missing:
+        listed = ", ".join(fmt.value for fmt in supported)
+        return f"its linears run {listed} on this card, not {', '.join(missing)} (see --snip-formats, --snip-pin)"
     return None
 
 

@@ -103,7 +103,7 @@ STOCHASTIC = frozenset(fmt for fmt, spec in SPECS.items() if spec.stochastic)
 def resolve(format: Format | str) -> Format:
     """Return the quantised :class:`Format` with this name. Raises SnipError for bf16 and unknown names."""
     value = format.value if isinstance(format, Format) else format
-    for known in SPECS:
-        if known.value == value:
-            return known
+    for fmt in SPECS:
+        if fmt.value == value:
+            return fmt
     raise SnipError(f"format {quoted(value)} cannot be quantised to (known: {', '.join(f.value for f in SPECS)})")

@@ -138,9 +138,9 @@ class RowMap(NamedTuple):
         if backwards:
             counts, firsts = counts.flip(0), firsts.flip(0)
         padded = (counts + TILE - 1) // TILE * TILE
-        ends = padded.cumsum(0)
-        table = torch.stack((ends - padded, firsts, counts, ends)).int()
-        experts = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True).int()
+        bounds = padded.cumsum(0)
+        table = torch.stack((bounds - padded, firsts, counts, bounds)).int()
+        experts = torch.searchsorted(bounds, torch.arange(rows, device=bounds.device), right=True).int()
         return cls(experts.masked_fill(experts == len(counts), -1), table)
 
     def pad(self, x: Tensor) -> Tensor:

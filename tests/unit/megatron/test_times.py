@@ -224,11 +224,11 @@ def test_the_first_start_measures_and_later_ones_find_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert own(run).known() is None
+    assert own(run).stored() is None
     measured = own(run, FakeClock()).measure()
     said = capsys.readouterr().out
     assert "snip: timed the GEMMs of this model (4 shapes, bf16, fp8, fp8_tensor, nvfp4) on cpu in" in said
-    assert own(run).known() == measured
+    assert own(run).stored() == measured
     assert measured.rest  # of attention and copies, which are timed too
     assert measured.of("decoder.layers.1.mlp.linear_fc1", Gemm.WGRAD, "nvfp4_46") > 0  # a variant: its base is timed
     assert own(None, FakeClock()).measure() == measured  # of a run without a directory
@@ -242,11 +242,11 @@ def test_other_gemms_and_those_of_another_card_or_backend_are_measured_anew(tmp_
         {"tensor_model_parallel_size": 1},
         {"micro_batch_size": 2},
     ):
-        assert own(tmp_path, **given).known() is None  # type: ignore[arg-type]
+        assert own(tmp_path, **given).stored() is None  # type: ignore[arg-type]
     table = TimingTable.load(tmp_path / TIMINGS)
     for other in (replace(table, device="NVIDIA H200"), replace(table, backend="hopper")):
         (tmp_path / TIMINGS).write_text(other.to_json())
-        assert own(tmp_path).known() is None
+        assert own(tmp_path).stored() is None
 
 
 def test_megatron_s_own_experts_take_what_they_took_in_the_training(tmp_path: Path) -> None:
@@ -266,8 +266,8 @@ def test_megatron_s_own_experts_take_what_they_took_in_the_training(tmp_path: Pa
 
     assert start(7.0, 3.0, 5.0, linears=["fc1"]).measure().stock == {}  # a table has them of all sizes or none
     first = start(7.0, 3.0, 5.0).measure()
-    (again := start(6.0)).known()
-    (resumed := start()).known()
+    (again := start(6.0)).stored()
+    (resumed := start()).stored()
     again, resumed = again.renew(), resumed.renew()
     rows = TimingTable.load(tmp_path / TIMINGS).grouped
     assert [row[STOCK][Format.BF16] for row in rows.values() if STOCK in row] == [5.0, 5.0]
@@ -280,7 +280,7 @@ def test_a_damaged_file_is_named_and_measured_again(tmp_path: Path, capsys: pyte
     run = tmp_path / "run"
     own(run, FakeClock()).measure()
     (run / TIMINGS).write_text('{"schema"')
-    assert own(run).known() is None
+    assert own(run).stored() is None
     assert f"snip: {run / TIMINGS}: not JSON" in capsys.readouterr().out
 
 

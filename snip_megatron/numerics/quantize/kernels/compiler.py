@@ -99,8 +99,8 @@ def _compile_source(source: Source) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         Path(scratch, "kernel.cu").write_text(source.code)
         command = [os.environ[_NVCC], "kernel.cu", "-cubin", "-o", "kernel.cubin", *source.flags]
-        done = subprocess.run(command, cwd=scratch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        if done.returncode == 0:
+        process = subprocess.run(command, cwd=scratch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if process.returncode == 0:
             Path(scratch, "kernel.cubin").replace(cubin)
 
 

@@ -102,11 +102,11 @@ def quotient(x, scale, lift, HARDWARE: tl.constexpr):
     """
     scale = scale * lift
     inverse = reciprocal(scale, HARDWARE)
-    rest = fma(_negate(scale), inverse, constant_like(1.0, scale), HARDWARE)
-    down = (rest < 0.0).to(tl.int32)  # keeps rest ≥ 0, so that a negative zero stays negative
+    residual = fma(_negate(scale), inverse, constant_like(1.0, scale), HARDWARE)
+    down = (residual < 0.0).to(tl.int32)  # keeps rest ≥ 0, so that a negative zero stays negative
     inverse = (inverse.to(tl.int32, bitcast=True) - down).to(tl.float32, bitcast=True)
-    rest = fma(_negate(scale), inverse, constant_like(1.0, scale), HARDWARE) * inverse
-    return fma(x, inverse, x * rest, HARDWARE)
+    residual = fma(_negate(scale), inverse, constant_like(1.0, scale), HARDWARE) * inverse
+    return fma(x, inverse, x * residual, HARDWARE)
 
 
 @triton.jit

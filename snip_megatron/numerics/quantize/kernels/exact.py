@@ -217,8 +217,8 @@ def side_kernel(
     tensor_scale = 1.0
     if (SCALING == "e4m3_fp32") or (SCALING == "fp32_tensor"):
         tensor_scale = _tensor_scale(amax_ptr, SCALING, FOUR)
-        one = tl.zeros((1, 1, 1, 1), tl.int32)
-        tl.store(scale_ptr + one, tensor_scale, mask=one + k + m == 0)
+        origin = tl.zeros((1, 1, 1, 1), tl.int32)
+        tl.store(scale_ptr + origin, tensor_scale, mask=origin + k + m == 0)
     row_tiles: tl.constexpr = R // TILE_ROWS
     col_tiles: tl.constexpr = C // TILE_COLS
     shape: tl.constexpr = (row_tiles, TILE_ROWS, col_tiles, TILE_COLS)
@@ -236,9 +236,9 @@ def side_kernel(
     if SCALING == "fp32":
         i, j = m * row_tiles + tl.arange(0, row_tiles), k * col_tiles + tl.arange(0, col_tiles)
         width: tl.constexpr = (K + TILE_COLS - 1) // TILE_COLS
-        known = (i < tl.cdiv(M, TILE_ROWS))[:, None] & (j < width)[None, :]
+        valid = (i < tl.cdiv(M, TILE_ROWS))[:, None] & (j < width)[None, :]
         offsets = i.to(tl.int64)[:, None] * width + j[None, :]
-        tl.store(scale_ptr + offsets, tl.reshape(factor, (row_tiles, col_tiles)), mask=known)
+        tl.store(scale_ptr + offsets, tl.reshape(factor, (row_tiles, col_tiles)), mask=valid)
 
 
 @triton.jit(do_not_specialize=["signs"])
@@ -303,10 +303,10 @@ def quantize_exact(x: Tensor, spec: OperandSpec, cached: CachedPair | None = Non
             continue
         bits, scaling = x, SPECS[fmt].scaling
         if scaling in _TENSOR_SCALINGS:
-            known = spec.amax if rotation is None else rotation.amax
+            amax = spec.amax if rotation is None else rotation.amax
             kind = (scaling is Scaling.E4M3_FP32, rotation is not None)
             if kind not in amaxes:
-                amaxes[kind] = _amax(x, kind[0], rotation, current) if known is None else amax_bits(known)
+                amaxes[kind] = _amax(x, kind[0], rotation, current) if amax is None else amax_bits(amax)
             bits = amaxes[kind]
         _quantize(x, index, spec, operands[index], rotation, bits, current)
     return operands[0], operands[0] if equal else operands[1]

@@ -74,12 +74,12 @@ def quantize_side(
     lo_bits, hi_bits = words, words
     if RANDOM:
         lo_bits, hi_bits = pair_draws(row_ids, lo_ids, hi_ids, word_0, word_1, AXIS == 0, PAIRED)
-    codes, others = _e4m3_codes(words, lo_wide, hi_wide, lo_bits, hi_bits, FORMAT, RANDOM, AXIS == 1, HARDWARE)
+    codes, right_codes = _e4m3_codes(words, lo_wide, hi_wide, lo_bits, hi_bits, FORMAT, RANDOM, AXIS == 1, HARDWARE)
     if AXIS == 1:
         store_rows(out_ptr, codes, m, k, out_stride, row_mask)
         tl.store(scale_ptr + tl.arange(0, EDGE), lo_scale, mask=row_mask)
     else:
-        store_columns(out_ptr, codes, others, m, k, out_stride, lo_mask, hi_mask)
+        store_columns(out_ptr, codes, right_codes, m, k, out_stride, lo_mask, hi_mask)
         j = 2 * tl.arange(0, PAIRS)
         tl.store(scale_ptr + j, lo_scale, mask=lo_mask)
         tl.store(scale_ptr + j + 1, hi_scale, mask=hi_mask)
@@ -159,10 +159,10 @@ def _uniform_side(
     """Quantise a part with one scale [1, 1], and store it, transposed if it was loaded with ``DOWN``."""
     if DOWN:
         scale = scale[None, :, :]
-    codes, others = _e4m3_codes(words, scale, scale, words, words, FORMAT, False, not DOWN, HARDWARE)
+    codes, right_codes = _e4m3_codes(words, scale, scale, words, words, FORMAT, False, not DOWN, HARDWARE)
     if DOWN:
         cols = k * EDGE + 2 * tl.arange(0, PAIRS)
-        store_columns(out_ptr, codes, others, m, k, out_stride, cols < K, cols + 1 < K)
+        store_columns(out_ptr, codes, right_codes, m, k, out_stride, cols < K, cols + 1 < K)
     else:
         store_rows(out_ptr, codes, m, k, out_stride, m * EDGE + tl.arange(0, EDGE) < M)
 
@@ -236,10 +236,10 @@ def tensor_kernel(
     k, m = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     # The part is loaded while the amax is reduced.
     words = load_pairs(x_ptr, x_stride, M, width, m, k, not ROW)
-    i, one = tl.arange(0, MAXIMA), tl.zeros((1, 1), tl.int32)
+    i, origin = tl.arange(0, MAXIMA), tl.zeros((1, 1), tl.int32)
     amax = tl.max(tl.load(maxima_ptr + i, mask=i < count, other=0), axis=0)
-    scale = tile_scale(amax + one, 8, HARDWARE, True)
-    tl.store(scale_ptr + one, scale, mask=(one + k + m) == 0)
+    scale = tile_scale(amax + origin, 8, HARDWARE, True)
+    tl.store(scale_ptr + origin, scale, mask=(origin + k + m) == 0)
     if ROW:
         _uniform_side(words, scale, row_ptr, M, K, m, k, row_stride, 8, False, HARDWARE)
     if COL:
@@ -270,16 +270,16 @@ def row_map_kernel(counts_ptr, experts_ptr, table_ptr, EXPERTS, SIZE: tl.constex
     inside = place < EXPERTS
     counts = tl.load(counts_ptr + ((EXPERTS - 1 - place) if BACKWARDS else place), mask=inside, other=0).to(tl.int32)
     padded = (counts + EDGE - 1) // EDGE * EDGE
-    ends, upto = tl.cumsum(padded, 0), tl.cumsum(counts, 0)
-    expert = tl.sum(((ends <= part * EDGE) & inside).to(tl.int32), 0)
+    bounds, upto = tl.cumsum(padded, 0), tl.cumsum(counts, 0)
+    expert = tl.sum(((bounds <= part * EDGE) & inside).to(tl.int32), 0)
     expert = tl.where(expert < EXPERTS, expert, -1)
     tl.store(experts_ptr + part * EDGE + tl.arange(0, EDGE), tl.zeros((EDGE,), tl.int32) + expert)
     if part == 0:
         firsts = (tl.sum(counts, 0) - upto) if BACKWARDS else (upto - counts)
-        tl.store(table_ptr + place, ends - padded, mask=inside)
+        tl.store(table_ptr + place, bounds - padded, mask=inside)
         tl.store(table_ptr + EXPERTS + place, firsts, mask=inside)
         tl.store(table_ptr + 2 * EXPERTS + place, counts, mask=inside)
-        tl.store(table_ptr + 3 * EXPERTS + place, ends, mask=inside)
+        tl.store(table_ptr + 3 * EXPERTS + place, bounds, mask=inside)
 
 
 @triton.jit(do_not_specialize=["EXPERTS"])

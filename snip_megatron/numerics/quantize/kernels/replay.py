@@ -392,10 +392,10 @@ def _compile(command: list[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         output = Path(folder) / library.name
         command = [*command, "-o", str(output)]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=_TIMEOUT)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise subprocess.SubprocessError(f"{command[0]}: {errors[0] if errors else done.returncode}")
+        run = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=_TIMEOUT)
+        if run.returncode:
+            errors = [line for line in run.stderr.splitlines() if "error" in line] or run.stderr.splitlines()
+            raise subprocess.SubprocessError(f"{command[0]}: {errors[0] if errors else run.returncode}")
         with contextlib.suppress(FileExistsError):  # another process was faster, and may have loaded it
             os.link(output, library)
 
