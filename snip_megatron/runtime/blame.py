@@ -310,19 +310,19 @@ def find_culprits(
 def _explained_share(passes: Passes, restored: Sequence[Harm], plain: PassResult, rise: Rise) -> float:
     """Return the share of the unhealthy rise of the loss that disappears if these GEMMs run in bf16. Collective."""
     with _restored(passes, restored):
-        rest = passes.rise(passes.losses(), plain.losses).mean
+        remaining = passes.rise(passes.losses(), plain.losses).mean
     if not math.isfinite(rise.mean):
-        return float(math.isfinite(rest))
+        return float(math.isfinite(remaining))
     healthy = min(rise.healthy, rise.mean / 2)
-    return min(1.0, (rise.mean - rest) / (rise.mean - healthy))
+    return min(1.0, (rise.mean - remaining) / (rise.mean - healthy))
 
 
 def _trial_of_gradients(passes: Passes, restored: Sequence[Harm], plain: PassResult, rounded: PassResult) -> Trial:
     """Return the share of the error of all gradients that disappears if these GEMMs run in bf16. Collective."""
     with _restored(passes, restored):
-        rest = passes.gradient_error(passes.gradients(), plain.gradients)
+        after = passes.gradient_error(passes.gradients(), plain.gradients)
     before = passes.gradient_error(rounded.gradients, plain.gradients)
-    return Trial(len(restored), 1.0 - rest / before if math.isfinite(rest) and 0.0 < before < math.inf else 0.0)
+    return Trial(len(restored), 1.0 - after / before if math.isfinite(after) and 0.0 < before < math.inf else 0.0)
 
 
 def _restored(passes: Passes, restored: Sequence[Harm]) -> AbstractContextManager[None]:
