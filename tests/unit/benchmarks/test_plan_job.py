@@ -7,20 +7,6 @@ import pytest
 from benchmarks.jobs.plan_job import JOBS, layout_of, rows_of
 from snip_megatron.timing.cost_model import load_cost_model
 
-JOB = json.loads((JOBS / "job_1b_h200_2026-11-22.json").read_text(encoding="utf-8"))
-
-
-def test_contenders_with_one_format_are_predicted() -> None:
-    rows = {row["contender"]: row for row in rows_of(JOB, load_cost_model("h200"))}
-    assert set(rows) == {
-        "bf16", "bf16_graphs", "snip_fp8", "snip_fp8_graphs", "snip_fp8_tensor", "snip_fp8_tensor_graphs",
-        "snip_bf16_graphs",
-    }  # fmt: skip
-    assert layout_of(JOB).model.parameters == pytest.approx(1.1e9, rel=0.01)
-    assert rows["bf16"]["speedup"] == {"predicted": 1.0, "measured": 1.0, "error": 0.0}
-    assert rows["snip_fp8_graphs"]["graphs"] == "transformer_engine"
-    assert abs(rows["bf16"]["ms"]["error"]) < 0.07
-
 
 @pytest.mark.parametrize(
     "name",
@@ -32,11 +18,6 @@ def test_promised_speedups_of_steps_with_graphs_are_kept_within_5_percent(name: 
     rows = [row for row in rows_of(job, load_cost_model("h200")) if row["graphs"] != "none"]
     assert rows
     assert max(abs(row["speedup"]["error"]) for row in rows) < 0.05
-
-
-def test_apex_is_taken_from_the_command_of_the_job() -> None:
-    assert not layout_of(JOB).gradient_accumulation_fusion
-    assert layout_of(JOB | {"command": f"{JOB['command']} --fused-accumulation"}).gradient_accumulation_fusion
 
 
 @pytest.mark.parametrize(("name", "tp", "pp", "dp"), [("tp2", 2, 1, 1), ("pp2", 1, 2, 1), ("dp2", 1, 1, 2)])

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusal import refusal
 
 from benchmarks.quality.experiment import Experiment, load_experiment, parse_experiment
 from benchmarks.quality.models import Data
-from benchmarks.quality.runs import experiment_runs, fill, training_command
+from benchmarks.quality.runs import experiment_runs, training_command
 from snip_megatron.pretrain_gpt import parse_snip_arguments
 from snip_megatron.runtime.config import SnipConfig, resolve_arguments
 from snip_megatron.sensitivity.policies import LATE
@@ -57,13 +56,6 @@ def test_committed_experiments_give_runs_that_the_entry_accepts(path: Path) -> N
             assert config.is_update_step(config.first_update)
 
 
-def test_seeds_change_data_order_and_rounding_and_nothing_else() -> None:
-    first, second = (run.arguments for run in experiment_runs(parse(changed("from_warm.seeds", [5, 3])), data())[::3])
-    differing = [a for a, b in zip(first, second, strict=True) if a != b]
-    assert differing == ["5", "5"]
-    assert first[first.index("--seed") + 1] == first[first.index("--snip-seed") + 1] == "5"
-
-
 def test_runs_from_a_warm_checkpoint_save_what_they_load() -> None:
     """Megatron ends in a KeyError if it loads an optimizer under --no-save-optim."""
     runs = experiment_runs(parse(changed("from_warm.save", True)), data())
@@ -71,28 +63,3 @@ def test_runs_from_a_warm_checkpoint_save_what_they_load() -> None:
     for run in runs:
         command = training_command(run.arguments, 1)
         assert not ("--load" in command and {"--no-save-optim", "--no-save-rng"} & set(command))
-
-
-def test_identity_follows_text_and_weights_but_not_folders() -> None:
-    run = experiment_runs(parse(NANO), data())[0]
-    assert run.identity(data("/a"), "w") == run.identity(data("/b"), "w")
-    assert run.identity(data(), "w") != run.identity(data(), "v")
-    other = Data(Path("/data"), "bytes", "e" * 64, 10**8, 10**6)
-    assert run.identity(other, "w") != run.identity(data(), "w")
-    filled = fill(run.arguments, {"data": "/a b", "warm": "/w", "run": "/r"})
-    assert "/a b/train" in filled
-    assert not any("{" in argument for argument in filled)
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("schema", "snip.experiment/9", 'e.json: "schema" must be "snip.experiment/1"'),
-        ("training.micro_batch", 3, "e.json: training.global_batch: 4 is no multiple of micro_batch"),
-        ("warm", None, "e.json: from_warm needs warm"),
-        ("from_warm.policies", ["best"], "e.json: from_warm.policies[0].policy: 'best' is unknown"),
-        ("from_warm.policies", ["snip", {"policy": "snip"}], "e.json: from_warm.policies: 'snip' stands there twice"),
-    ],
-)
-def test_faults_are_named_by_place(path: str, value: Any, message: str) -> None:
-    assert refusal(parse, changed(path, value)).startswith(message)

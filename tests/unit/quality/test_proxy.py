@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from sensitivity.synthetic import make_table, with_columns
 
-from benchmarks.quality.proxy import CEILING, QUANTITIES, first_order, spearman, validate
+from benchmarks.quality.proxy import CEILING, QUANTITIES, first_order, validate
 from benchmarks.quality.truth import TRUTH_COLUMNS, Truth, plan_trials, truth_of
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm
-from snip_megatron.sensitivity.divergence import FPROP, second_order, weight_divergence
+from snip_megatron.sensitivity.divergence import second_order, weight_divergence
 from snip_megatron.sensitivity.table import StatisticsTable
 
 FORMATS = ("fp8", "fp4")
@@ -39,23 +39,6 @@ def test_an_estimator_that_is_the_truth_correlates_perfectly() -> None:
     loss, pooled = validation.of("loss", "noise"), validation.of("drift: all", "noise")
     assert (loss.options, pooled.options) == (16, 48)  # fprop only; all three GEMMs
     assert validation.of("drift: all", "fisher") is None  # it has no weight divergence
-
-
-def test_options_below_the_rounding_noise_are_counted_and_left_out_of_the_second_figure() -> None:
-    table, truth, again = measured(0.3)
-    drowned = np.zeros((16, 3, 2), dtype=bool)
-    drowned[:8, FPROP] = True
-    truth["floor"][drowned] = 1e6
-    truth["drift"][drowned] = 0.0
-    comparison = validate(table, truth, again, "fp4", "run").of("drift: fprop", "noise")
-    assert (comparison.options, comparison.trusted) == (16, 8)
-    assert comparison.trusted_rho != comparison.rho
-
-
-def test_spearman_of_too_little_is_none() -> None:
-    assert spearman([1.0, 2.0], [1.0, 2.0]) is None
-    assert spearman([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]) is None
-    assert spearman([1.0, 2.0, 3.0], [1.0, 4.0, 9.0]) == pytest.approx(1.0)
 
 
 NAMES = [f"decoder.layers.{i}.{kind}" for i in range(2) for kind in DENSE_LAYER]
