@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -64,9 +65,10 @@ def run_cases(
 
 
 @contextmanager
-def replaced(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> Changed:
+def replaced(owner: Any, name: str, faulty: Callable[..., Any]) -> Changed:
+    """Call ``faulty`` with the function of the owner that it replaces and with what that function is given."""
     original = getattr(owner, name)
-    setattr(owner, name, wrapper(original))
+    setattr(owner, name, lambda *args, **named: faulty(original, *args, **named))
     try:
         yield
     finally:
@@ -74,11 +76,21 @@ def replaced(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> Changed:
 
 
 @contextmanager
-def reduce_scatters_replaced(wrapper: Callable[[Any], Any]) -> Changed:
+def restored(tensors: list[torch.Tensor]) -> Changed:
+    before = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, values in zip(tensors, before, strict=True):
+            tensor.copy_(values)
+
+
+@contextmanager
+def reduce_scatters_replaced(faulty: Callable[..., Any]) -> Changed:
     with ExitStack() as stack:
-        stack.enter_context(replaced(dist, "reduce_scatter_tensor", wrapper))
+        stack.enter_context(replaced(dist, "reduce_scatter_tensor", faulty))
         for module in (layers, mappings):  # Megatron's own names
-            stack.enter_context(replaced(module, "dist_reduce_scatter_func", wrapper))
+            stack.enter_context(replaced(module, "dist_reduce_scatter_func", faulty))
         yield
 
 
@@ -89,69 +101,56 @@ def last_rank() -> bool:
 def cut(registry: LinearRegistry, model: Any) -> Any:
     """The time ends after all passes but those of the bisection."""
     times = iter((False, False))
-    return replaced(Passes, "is_late", lambda _: property(lambda _: next(times, True)))
+    return mock.patch.object(Passes, "is_late", property(lambda _: next(times, True)))
 
 
 def rows(registry: LinearRegistry, model: Any) -> Any:
     """A kernel leaves out the last rows of an input gradient, on one rank."""
 
-    def wrapper(multiply: Any) -> Any:
-        def faulty(self: Any, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Any = None) -> Any:
-            y = multiply(self, gemm, a, b, dtype, out)
-            if gemm is Gemm.DGRAD and last_rank() and self.name == "reference":
-                y[-3:] = 0
-            return y
+    def faulty(multiply: Any, backend: Any, gemm: Gemm, *args: Any) -> Any:
+        y = multiply(backend, gemm, *args)
+        if gemm is Gemm.DGRAD and last_rank() and backend.name == "reference":
+            y[-3:] = 0
+        return y
 
-        return faulty
-
-    return replaced(GemmBackend, "multiply", wrapper)
+    return replaced(GemmBackend, "multiply", faulty)
 
 
 def stock_rows(registry: LinearRegistry, model: Any) -> Any:
     """Megatron's own product leaves out the last rows, on one rank."""
 
-    def wrapper(forward: Any) -> Any:
-        def faulty(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
-            y: torch.Tensor = forward(ctx, x, weight, *others)
-            if last_rank():
-                y[-3:] = 0
-            return y
+    def faulty(forward: Any, *args: Any) -> Any:
+        y = forward(*args)
+        if last_rank():
+            y[-3:] = 0
+        return y
 
-        return staticmethod(faulty)
-
-    return replaced(LinearWithGradAccumulationAndAsyncCommunication, "forward", wrapper)
+    return replaced(LinearWithGradAccumulationAndAsyncCommunication, "forward", faulty)
 
 
 def stale(registry: LinearRegistry, model: Any) -> Any:
     """The cache of quantised weights returns those before a step."""
     handle = next(handle for handle in registry if handle.name == LINEAR)
 
-    def wrapper(get: Any) -> Any:
-        def faulty(self: Any, backend: Any, weights: Any, formats: Any, quantize: Any) -> Any:
-            if self is not handle.state.weights or backend.name != "reference":
-                return get(self, backend, weights, formats, quantize)
-            before, current = weights[0].data.clone(), weights[0].data
+    def faulty(get: Any, cache: Any, backend: Any, weights: Any, formats: Any, quantize: Any) -> Any:
+        if cache is not handle.state.weights or backend.name != "reference":
+            return get(cache, backend, weights, formats, quantize)
+        current = weights[0].data
+        with restored([current]):
             current.add_(torch.randn(current.shape, generator=torch.Generator().manual_seed(1)).to(current) * 2e-3)
-            pair = get(self, backend, [weights[0].detach().clone()], formats, quantize)
-            frozen = tuple(each._replace(tensor=each.tensor.clone()) for each in pair)
-            current.copy_(before)
-            return frozen
+            pair = get(cache, backend, [weights[0].detach().clone()], formats, quantize)
+            return tuple(each._replace(tensor=each.tensor.clone()) for each in pair)
 
-        return faulty
-
-    return replaced(WeightCache, "get", wrapper)
+    return replaced(WeightCache, "get", faulty)
 
 
 def lost(registry: LinearRegistry, model: Any) -> Any:
     """The part of one rank is missing in the sums of row-parallel linears."""
 
-    def wrapper(collective: Any) -> Any:
-        def faulty(out: torch.Tensor, tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
-            return collective(out, torch.zeros_like(tensor) if last_rank() else tensor, *args, **named)
+    def faulty(collective: Any, out: torch.Tensor, tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+        return collective(out, torch.zeros_like(tensor) if last_rank() else tensor, *args, **named)
 
-        return faulty
-
-    return reduce_scatters_replaced(wrapper)
+    return reduce_scatters_replaced(faulty)
 
 
 @contextmanager
@@ -161,17 +160,11 @@ def lost_gradient(registry: LinearRegistry, model: Any) -> Changed:
     def is_lost(part: torch.Tensor) -> bool:
         return torch._C._current_graph_task_id() != -1 and last_rank() and part.dtype is torch.bfloat16
 
-    def scatter(collective: Any) -> Any:
-        def faulty(out: torch.Tensor, tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
-            return collective(out, torch.zeros_like(tensor) if is_lost(tensor) else tensor, *args, **named)
+    def scatter(collective: Any, out: torch.Tensor, tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+        return collective(out, torch.zeros_like(tensor) if is_lost(tensor) else tensor, *args, **named)
 
-        return faulty
-
-    def reduce(collective: Any) -> Any:
-        def faulty(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
-            return collective(tensor.zero_() if is_lost(tensor) else tensor, *args, **named)
-
-        return faulty
+    def reduce(collective: Any, tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+        return collective(tensor.zero_() if is_lost(tensor) else tensor, *args, **named)
 
     with reduce_scatters_replaced(scatter), replaced(dist, "all_reduce", reduce):
         yield
@@ -180,31 +173,24 @@ def lost_gradient(registry: LinearRegistry, model: Any) -> Changed:
 def raced(registry: LinearRegistry, model: Any) -> Any:
     """One rank reads gathered tokens before the last of them have arrived."""
 
-    def wrapper(collective: Any) -> Any:
-        def faulty(out: torch.Tensor, tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
-            work = collective(out, tensor, *args, **named)
-            if last_rank() and out.dim() == 3:
-                if work is not None:
-                    work.wait()
-                out[-2:] = 0
-            return work
+    def faulty(collective: Any, out: torch.Tensor, *args: Any, **named: Any) -> Any:
+        work = collective(out, *args, **named)
+        if last_rank() and out.dim() == 3:
+            if work is not None:
+                work.wait()
+            out[-2:] = 0
+        return work
 
-        return faulty
-
-    return replaced(dist, "all_gather_into_tensor", wrapper)
+    return replaced(dist, "all_gather_into_tensor", faulty)
 
 
 @contextmanager
 def _changed(name: str, model: Any, change: Callable[[torch.Tensor], Any]) -> Changed:
-    parameter = dict(_named(model)).get(name)
-    before = None if parameter is None else parameter.data.clone()
-    if parameter is not None and last_rank():
-        change(parameter.data)
-    try:
+    found = [parameter.data for each, parameter in _named(model) if each == name]
+    with restored(found):
+        for parameter in found if last_rank() else ():
+            change(parameter)
         yield
-    finally:
-        if parameter is not None:
-            parameter.data.copy_(before)
 
 
 def late(registry: LinearRegistry, model: Any) -> Any:
@@ -217,41 +203,30 @@ def unequal(registry: LinearRegistry, model: Any) -> Any:
     return _changed("decoder.layers.2.input_layernorm", model, lambda weight: weight.mul_(1.25))
 
 
-def outlier(registry: LinearRegistry, model: Any) -> Any:
+@contextmanager
+def outlier(registry: LinearRegistry, model: Any) -> Changed:
     """One channel of a norm is so large that the others of its tile vanish in 8 bits."""
     norm = dict(_named(model))["decoder.layers.1.pre_mlp_layernorm"].data
     weight = next(handle for handle in registry if handle.name == LINEAR).weight.data
-    before = norm.clone(), weight.clone()
-
-    @contextmanager
-    def planted() -> Changed:
+    with restored([norm, weight]):
         norm[7] *= 2.0**20
         weight[:, 7] /= 2.0**20
-        try:
-            yield
-        finally:
-            norm.copy_(before[0])
-            weight.copy_(before[1])
-
-    return planted()
+        yield
 
 
 @contextmanager
 def part(registry: LinearRegistry, model: Any) -> Changed:
     """On one rank, one input channel of a shard, or of one expert, is so large that the others vanish in 8 bits."""
-    changed: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for path, factor in (("linear_fc1", 2.0**20), ("linear_fc2", 2.0**-20)):
-        handle = next(each for each in registry if ".1.mlp." in each.name and each.name.endswith(path))
-        weight = handle.weight.data
-        changed.append((weight, weight.clone()))
-        channel = weight[len(weight) // 2 + 7] if path == "linear_fc1" else weight[:, 7]
+    mlps = [handle for handle in registry if ".1.mlp." in handle.name]
+    first, second = (
+        next(handle.weight.data for handle in mlps if handle.name.endswith(path))
+        for path in ("linear_fc1", "linear_fc2")
+    )
+    with restored([first, second]):
         if last_rank():
-            channel.mul_(factor)
-    try:
+            first[len(first) // 2 + 7].mul_(2.0**20)
+            second[:, 7].mul_(2.0**-20)
         yield
-    finally:
-        for weight, before in changed:
-            weight.copy_(before)
 
 
 @contextmanager
@@ -260,16 +235,12 @@ def offset(registry: LinearRegistry, model: Any) -> Changed:
 
     def shift(module: Any, inputs: Any) -> Any:
         hidden, counts, *others = inputs
-        counts = counts.clone()
         if last_rank() and int(counts[1]) > 1:
-            counts[0] += 2
-            counts[1] -= 2
+            counts = counts + torch.tensor([2, -2] + [0] * (len(counts) - 2))
         return (hidden, counts, *others)
 
-    layers = [
-        module for chunk in model for name, module in chunk.named_modules() if name.endswith("layers.1.mlp.experts")
-    ]
-    hooks = [layer.register_forward_pre_hook(shift) for layer in layers]
+    modules = [each for chunk in model for each in chunk.named_modules()]
+    hooks = [each.register_forward_pre_hook(shift) for name, each in modules if name.endswith("layers.1.mlp.experts")]
     try:
         yield
     finally:

@@ -17,41 +17,29 @@ SNIP = shlex.split(
     "--snip --snip-estimator noise --snip-budget fp4=0.6 --snip-first-update 4 --snip-update-interval 100 --snip-lag 2"
     " --snip-wait 240 --snip-settings probe_tokens=64"
 )
-LAYOUTS = {
-    "TP2 PP2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
-    "DP2 EP2": (
-        2,
-        "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96"
-        " --moe-layer-freq [0,1,1,0] --moe-token-dispatcher-type alltoall --micro-batch-size 1",
-    ),
-}
+EXPERTS = shlex.split(
+    "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96"
+    " --moe-layer-freq [0,1,1,0] --moe-token-dispatcher-type alltoall --micro-batch-size 1"
+)
 
 
 def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_events(run) if event["event"] == kind]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_rise_is_the_difference_of_two_trainings_at_the_adoption(
-    warm: WarmRanks, tmp_path: Path, layout: str
-) -> None:
+def test_the_rise_is_the_difference_of_two_trainings_at_the_adoption(warm: WarmRanks, tmp_path: Path) -> None:
     """At that step both have the same weights and tokens: one trains under the map from then on, the other in bf16."""
-    ranks, arguments = LAYOUTS[layout]
 
-    def losses(*snip: str) -> dict[int, float]:
-        run = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+    def losses(run: Path, *snip: str) -> dict[int, float]:
         more = ("--snip-probe-microbatches", "2", "--snip-dir", str(run))
-        args = tiny_llama_args(*SNIP, *more, *arguments.split(), *snip, iters=ADOPTED + 2)
-        warm.succeed(ranks, args, tmp=run.with_suffix(".tmp"))
-        nonlocal latest
-        latest = run
+        args = tiny_llama_args(*SNIP, *more, *EXPERTS, *snip, iters=ADOPTED + 2)
+        warm.succeed(2, args, tmp=run.with_suffix(".tmp"))
         return {each["step"]: each["loss"] for each in read_metrics(run)}
 
-    latest = tmp_path
-    in_bf16 = losses("--snip-policy", "bf16")
-    under_map = losses()
+    run = tmp_path / "map"
+    in_bf16, under_map = losses(tmp_path / "bf16", "--snip-policy", "bf16"), losses(run)
     assert {step: under_map[step] for step in range(ADOPTED)} == {step: in_bf16[step] for step in range(ADOPTED)}
-    (measured,), (adopted,) = events_of(latest, "rise"), events_of(latest, "adopt")
+    (measured,), (adopted,) = events_of(run, "rise"), events_of(run, "adopt")
     assert (measured["step"], adopted["step"]) == (ADOPTED, ADOPTED)
     assert measured["measured_rise"] == pytest.approx(under_map[ADOPTED] - in_bf16[ADOPTED], abs=3e-6)
     assert measured["measured_tokens"] == 4 * 64
@@ -71,11 +59,11 @@ def test_a_map_whose_rise_was_predicted_too_low_is_solved_again(warm: WarmRanks,
     wanted = ("--snip-formats", "bf16,fp4", "--snip-budget", "loss=0.002", "--snip-estimator", "fisher")
     # So many tokens, and so far from a minimum, that the rise is many times its error.
     tokens = ("--lr", "1e-2", "--micro-batch-size", "16", "--global-batch-size", "64", "--snip-probe-microbatches", "4")
-    ranks, layout = LAYOUTS["TP2 PP2"]
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
     # Training ends while the next update is undecided.
     more = ("--snip-dir", str(run), *tokens, "--snip-update-interval", "6", "--exit-interval", str(adopted_at + 5))
     args = tiny_llama_args(*SNIP, *wanted, *timings, *layout.split(), *more, iters=adopted_at + 7)
-    done = warm.succeed(ranks, args, module="altered_pretrain", env={"LOW": "1e-3"}, tmp=tmp_path)
+    done = warm.succeed(4, args, module="altered_pretrain", env={"LOW": "1e-3"}, tmp=tmp_path)
     first, second = events_of(run, "rise")
     assert first["measured_rise"] - 2 * first["measured_error"] > first["bound"] > first["predicted_rise"]
     factor = first["measured_rise"] / first["predicted_rise"]

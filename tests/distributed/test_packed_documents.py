@@ -78,19 +78,19 @@ def test_conversations_train_under_updated_maps(train: Train) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "ranks"),
+    ("data", "layout"),
     [
-        ("conversations", "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64", 2),
-        ("documents", "--micro-batch-size 1 --pipeline-model-parallel-size 3", 3),  # their ends on the middle stage too
-        ("mtp", "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett|tm|L", 3),  # so are tokens here
+        ("--dataloader-inter-document-masking", "--micro-batch-size 1"),  # their ends on the middle stage too
+        ("--mtp-num-layers 1", "--pipeline-model-parallel-layout Ett|tm|L"),  # so are tokens here
     ],
 )
-def test_layouts_agree(kind: str, layout: str, ranks: int, train: Train) -> None:
-    data = {"documents": "--dataloader-inter-document-masking", "mtp": "--mtp-num-layers 1"}.get(kind, "")
-    sft, saved = kind == "conversations", train.folder / f"saved-{kind}"  # type: ignore[attr-defined]
+def test_layouts_agree(data: str, layout: str, train: Train) -> None:
+    name = data.split()[0]
+    saved = train.folder / f"saved{name}"  # type: ignore[attr-defined]
     model = f"{data} --num-layers 3 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
-    whole = train(f"one-{kind}", f"{model} --save {saved} --save-interval 2", sft=sft)[0]["losses"]
-    part = train(kind, f"{model} {layout} --load {saved} --ckpt-step 2", ranks=ranks, sft=sft)[-1]["losses"]
+    whole = train(f"one{name}", f"{model} --save {saved} --save-interval 2", sft=False)[0]["losses"]
+    stages = f"{model} --pipeline-model-parallel-size 3 {layout} --load {saved} --ckpt-step 2"
+    part = train(f"stages{name}", stages, ranks=3, sft=False)[-1]["losses"]
     assert sorted(part) == [3, 4, 5, 6]
     for step, loss in part.items():
         assert float.fromhex(loss) == pytest.approx(float.fromhex(whole[step]), rel=1e-3)

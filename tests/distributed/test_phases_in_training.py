@@ -22,7 +22,6 @@ SNIP = shlex.split(
     f"--snip --snip-budget fp4={BUDGET} --snip-schedule auto --snip-first-update 1 --snip-update-interval 10"
     f" --snip-lag 2 --snip-wait 240 --snip-settings probe_tokens=32 --num-layers 2 {SHARDED}"
 )
-REPLAYED = ("--num-layers", "2", "--use-distributed-optimizer")
 
 
 def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
@@ -77,14 +76,6 @@ def test_phases_begin_where_the_schedule_says_and_the_average_reaches_the_budget
     assert said["average"] == pytest.approx(second.achieved, abs=0.02)  # stages may stay behind by a tolerance
 
 
-def test_a_plan_spends_precision_late(whole: Whole) -> None:
-    """The last phase decides alone about the standing loss, so that no earlier phase is more precise."""
-    plan = next(iter(read_plans(whole.run).values()))
-    shares = [phase.precision_map.achieved for phase in plan.phases]
-    assert None not in shares
-    assert min(shares) == shares[-1] < max(shares)
-
-
 def test_a_resume_in_the_middle_of_a_phase_is_bitwise_equal(warm: WarmRanks, whole: Whole, tmp_path: Path) -> None:
     """The checkpoint lies one step into the second plan, one before its next phase."""
     load = ("--load", str(whole.saved), "--ckpt-step", str(SAVED), "--save", str(tmp_path / "saved"))
@@ -115,11 +106,6 @@ def test_a_resume_on_another_layout_goes_on_with_the_same_plan(warm: WarmRanks, 
         {figure["step"]: figure["fp4_fraction"] for figure in read_metrics(folder)} for folder in (whole.run, run)
     ]
     assert shares[1] == {step: share for step, share in shares[0].items() if step >= SAVED}
-
-
-def test_a_replay_is_bitwise_equal(warm: WarmRanks, whole: Whole, tmp_path: Path) -> None:
-    run = train(warm, tmp_path, "replayed", "--snip", "--snip-replay", str(whole.run), *REPLAYED)
-    assert losses(run) == losses(whole.run)
 
 
 def test_another_end_moves_the_phases_in_one_line(warm: WarmRanks, whole: Whole, tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import finish, losses, start_ranks, succeeded, tiny_llama_args
-from rank_process import free_port
+from launch import losses, tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm
@@ -73,31 +72,6 @@ def test_optimal_maps_are_adopted_on_tensor_and_pipeline_parallel_ranks(warm: Wa
     assert (run / "report.html").stat().st_size > 100_000
 
 
-def test_a_hybrid_is_its_pattern_of_layers(warm: WarmRanks, tmp_path: Path) -> None:
-    """Its attention and its MLPs are layers of their own."""
-    hybrid = (
-        "--transformer-impl local --spec hybrid_stack stack --hybrid-layer-pattern *-*- --tensor-model-parallel-size 2"
-    )
-    run, curve = train(warm, tmp_path, 2, *hybrid.split())
-    assert_maps_hold(run, 1)
-    kinds = ["self_attention.linear_proj", "self_attention.linear_qkv"], ["mlp.linear_fc1", "mlp.linear_fc2"]
-    linears = {f"decoder.layers.{layer}.{kind}" for layer in range(4) for kind in kinds[layer % 2]}
-    for precision_map in read_maps(run).values():
-        assert {option.partition(":")[0] for option in precision_map.choices} == linears
-    assert curve[STEPS - 1] < curve[0] - 0.5
-
-
-def test_two_agents_with_c10d_rendezvous(tmp_path: Path) -> None:
-    """Two torchrun agents, as on two nodes; each holds one pipeline stage."""
-    run = tmp_path / "run"
-    launcher = shlex.split(f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:{free_port()} --rdzv-id snip")
-    layout = ("--pipeline-model-parallel-size", "2")
-    agents = [start_ranks(1, arguments(run, *layout), tmp=tmp_path, launcher=launcher) for _ in range(2)]
-    for agent in agents:
-        succeeded(finish(agent, 300))
-    assert_maps_hold(run, 2)
-
-
 def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(warm: WarmRanks, tmp_path: Path) -> None:
     """The checkpoint lies between submitting an update and adopting it. It is a file for each rank."""
     saves = ("--save", str(tmp_path / "ckpt"), "--save-interval", str(SAVED), "--ckpt-format", "torch")
@@ -142,18 +116,10 @@ def test_the_map_is_taken_back_and_the_next_must_promise_more(warm: WarmRanks, t
     assert set(read_maps(run)) == {14, 20}
 
 
-@pytest.mark.parametrize(
-    ("layout", "data_parallel"),
-    [
-        ("--use-distributed-optimizer --global-batch-size 16", 2),
-        ("--pipeline-model-parallel-size 2", 1),
-    ],
-)
-def test_all_ranks_probe_what_fits_on_the_smallest(
-    warm: WarmRanks, tmp_path: Path, layout: str, data_parallel: int
-) -> None:
+def test_all_ranks_probe_what_fits_on_the_smallest(warm: WarmRanks, tmp_path: Path) -> None:
     """Rank 1 has too little memory for a sequence at step 2, plenty at step 3, and enough for a few at step 5."""
-    run, given = tmp_path / "run", ["--micro-batch-size", "8", "--global-batch-size", "8", *shlex.split(layout)]
+    run, data_parallel = tmp_path / "run", 2
+    given = shlex.split("--micro-batch-size 8 --global-batch-size 16 --use-distributed-optimizer")
     args = arguments(run, *given, "--snip-update-interval", "3", "--snip-lag", "1", steps=12)
     free = (2**10, 2**40, 14 * 2**20, *[2**40] * 9)
     environment = {"TIGHT": ",".join(map(str, (1, *free)))}

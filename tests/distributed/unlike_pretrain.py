@@ -7,9 +7,7 @@ prints is its exit code.
 import importlib.metadata
 import os
 import sys
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 
 def argument(value: str) -> None:
@@ -32,33 +30,6 @@ def commit(value: str) -> None:
 def node(value: str) -> None:
     """This rank is the first one of another node."""
     os.environ["LOCAL_RANK"] = "0"
-
-
-def gpu(value: str) -> None:
-    """The configuration is compared as on a GPU, with this version of NCCL."""
-    import torch
-
-    from snip_megatron.megatron import attachment
-
-    genuine = attachment.configuration_table
-
-    def table(*args: Any) -> Any:
-        card = {
-            "is_available": lambda: True,
-            "get_device_name": lambda: "H100",
-            "get_device_capability": lambda: (9, 0),
-        }
-        with patch.multiple(torch.cuda, **card), patch("torch.cuda.nccl.version", lambda: tuple(value.split("."))):
-            return genuine(*args)
-
-    attachment.configuration_table = table
-
-
-def cublaslt(value: str) -> None:
-    """A version of cuBLASLt."""
-    from snip_megatron.numerics.products import cublaslt
-
-    cublaslt.cublaslt = lambda: SimpleNamespace(version=int(value))
 
 
 def missing(value: str) -> None:
