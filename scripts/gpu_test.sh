@@ -19,4 +19,4 @@ sys.exit(any(importlib.util.find_spec(name) is None for name in ("torch", "pytes
     python="$(type -P python)"
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" tests/gpu/gpu_suite.py "$@"
+exec "$python" scripts/gpu_suite.py "$@"

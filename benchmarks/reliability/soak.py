@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/gpu")]
 
-from faults.campaign import NOT_REACHED, Job, LostError, curve_of, end_processes, lines_of  # noqa: E402  adds tests/distributed
+from faults.job import NOT_REACHED, Job, LostError, curve_of, end_processes, lines_of  # noqa: E402  adds tests/distributed
 from faults.table import Case, all_cases, ends  # noqa: E402
 from forked_ranks import run_ranks  # noqa: E402
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-GPU = Path(__file__).resolve().parents[1] / "gpu"
-sys.path.insert(0, str(GPU))
-import gpu_suite  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import gpu_suite
 
 TESTS = {
     "whole": """

@@ -1,4 +1,4 @@
-"""Faults injected into real trainings: ``python -m faults.campaign``, with the folder ``tests`` on PYTHONPATH."""
+"""Faults injected into real trainings: the package needs the folder ``tests`` on PYTHONPATH."""
 
 import os
 import sys

@@ -1,11 +1,12 @@
-"""A sample of the table of faults and moments. The whole table is ``python -m faults.campaign``."""
+"""A sample of the table of faults and moments. The whole table is ``python -m benchmarks.reliability.faults``."""
 
 import json
 from pathlib import Path
 
 from warm_ranks import WarmRanks
 
-from faults.campaign import LAYOUTS, chunks, curve_of, run_cases
+from benchmarks.reliability.faults import LAYOUTS, chunks, run_cases
+from faults.job import curve_of
 from faults.table import FAULTS, MOMENTS, Case, all_cases
 
 SAMPLE = [

@@ -5,7 +5,7 @@ from pathlib import Path
 from warm_ranks import WarmRanks
 
 from benchmarks.reliability.soak import draw_faults, flatness, soak
-from faults.campaign import NOT_REACHED
+from faults.job import NOT_REACHED
 from faults.table import Case, ends
 
 
@@ -33,15 +33,8 @@ def test_drawn_faults_end_no_job() -> None:
 
 def test_the_judge_sees_what_grows() -> None:
     def samples(**slopes: float) -> list[dict[str, int]]:
-        base = {
-            "descriptors": 40,
-            "threads": 9,
-            "allocated": 10**9,
-            "device": 10**9,
-            "resident": 10**9,
-            "written": 0,
-            "files": 9,
-        }
+        base = {"descriptors": 40, "threads": 9, "written": 0, "files": 9}
+        base |= dict.fromkeys(("allocated", "device", "resident"), 10**9)
         rates = {"written": 100.0} | slopes
         return [
             {"step": step} | {name: int(value + rates.get(name, 0) * step) for name, value in base.items()}
@@ -49,14 +42,8 @@ def test_the_judge_sees_what_grows() -> None:
         ]
 
     assert flatness(samples())["growing"] == []
-    for name, slope in (
-        ("descriptors", 0.05),
-        ("threads", 0.05),
-        ("allocated", 3e5),
-        ("device", 3e5),
-        ("resident", 3e5),
-    ):
-        assert flatness(samples(**{name: slope}))["growing"] == [name]
+    for name in ("descriptors", "threads", "allocated", "device", "resident"):
+        assert flatness(samples(**{name: 0.05 if name in ("descriptors", "threads") else 3e5}))["growing"] == [name]
     growing = [sample | {"written": sample["step"] ** 2} for sample in samples()]
     assert flatness(growing)["growing"] == ["written"]
     removed = [sample | {"written": sample["written"] % 5000} for sample in samples()]

@@ -1,4 +1,4 @@
-"""The whole of ``tests/gpu`` in one call, which ``scripts/gpu_test.sh`` starts: processes of pytest that share a card.
+"""The whole of ``tests/gpu`` in one call, which ``gpu_test.sh`` starts: processes of pytest that share a card.
 
 Each file is run by a process of its own, or by several. Tests marked ``alone`` follow when the card is free. Every
 process appends what came of each test to a file, so that nothing is lost if it dies or is stopped at the limit. A test
@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-GPU = Path(__file__).resolve().parent
-REPOSITORY = GPU.parents[1]
+SCRIPTS = Path(__file__).resolve().parent
+REPOSITORY = SCRIPTS.parent
+GPU = REPOSITORY / "tests" / "gpu"
 RESULTS = REPOSITORY / "benchmarks/results/reliability"
 REPORT, PART = "GPU_SUITE_REPORT", "GPU_SUITE_PART"
 ALONE_S = 95.0
@@ -93,7 +94,7 @@ class Shard:
     """Tests that one process runs.
 
     Attributes:
-        files: The files of tests, in the folder of this file.
+        files: The files of tests, in tests/gpu.
         marks: The expression of pytest's ``-m``.
         part: Which tests of the files, ``<index>/<count>``.
     """
@@ -116,8 +117,8 @@ class Shard:
         say(f"begins: {self.name}")
         folder.mkdir()
         command = [sys.executable, "-m", "pytest", "-p", "gpu_suite", "-p", "no:cacheprovider", "-qsm", self.marks]
-        path = os.pathsep.join([str(REPOSITORY), str(GPU), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {REPORT: str(folder / "report.jsonl"), PART: self.part, "PYTHONPATH": path}
+        folders = [str(REPOSITORY), str(GPU), str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {REPORT: str(folder / "report.jsonl"), PART: self.part, "PYTHONPATH": os.pathsep.join(folders)}
         with (folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *map(str, self.files), *extra], cwd=REPOSITORY, env=os.environ | own, stdout=log,
