@@ -1,13 +1,11 @@
 """scripts/apply_patches.sh on a file of the installed release: applied, compiled, idempotent, reverted, or refused."""
 
 import os
-import shutil
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
 from installed import copy_installed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,21 +44,6 @@ def test_a_released_file(tmp_path: Path) -> None:
     assert said(patches("--revert", tmp_path)) == head + "as released"
 
 
-def test_without_patch_git_does_it(tmp_path: Path) -> None:
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name in ("git", "sha256sum", "cut", "mktemp", "rm", "mkdir", "dirname", "cp", "mv"):
-        found = shutil.which(name)
-        assert found is not None
-        (tools / name).symlink_to(found)
-    root = tmp_path / "vendored"
-    original = (copy_installed(root, only=FILE) / FILE).read_bytes()
-    assert said(patches(root, path=str(tools))).endswith("patched now")
-    assert said(patches("--check", root)).endswith("patched")
-    assert said(patches("--revert", root, path=str(tools))).endswith("as released again")
-    assert (root / FILE).read_bytes() == original
-
-
 def test_anything_else_is_refused_untouched(tmp_path: Path) -> None:
     file = tmp_path / FILE
     file.parent.mkdir(parents=True)
@@ -72,18 +55,3 @@ def test_anything_else_is_refused_untouched(tmp_path: Path) -> None:
         assert "nothing was changed. By hand:" in refused.stderr
         assert refused.stderr.count("\n") == 1
     assert file.read_text() == "def train_step():\n    pass\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ((), "which Megatron? give the folder that holds megatron/"),
-        (("/nowhere",), "/nowhere: there is no megatron/ in it; give the folder that holds megatron/"),
-        (("--undo", "x"), "--undo: unknown; give --revert, --check or nothing, and the folder that holds megatron/"),
-        (("a", "b"), "one folder at a time, got a and b"),
-    ],
-)
-def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], line: str) -> None:
-    refused = patches(*arguments)
-    assert refused.returncode == 2
-    assert refused.stderr == f"apply_patches: {line}\n"

@@ -72,16 +72,6 @@ def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path)
     assert "4 of 32×96×64" in done.stdout
 
 
-def test_what_an_update_measures(tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
-    for given, microbatches in (((), 1), (("--estimator", "noise"), 2), (("--policy", "uniform-fp8"), 0)):
-        done = snip("plan", "--model", "1b", "--timings", "flops", "--dp", 2, "--json", out, *given)
-        assert done.returncode == 0
-        overhead = json.loads(out.read_text())["overhead"]
-        assert sum(overhead["by_kind"].values()) == overhead["microbatches"] == microbatches
-    assert "policy uniform-fp8: its map is fixed, nothing is measured" in done.stdout
-
-
 def test_a_budget_out_of_reach() -> None:
     line = refused("plan", "--model", "8b", "--timings", "flops", "--budget", "speedup=5", code=3)
     assert line.startswith("--budget speedup=5: infeasible: ")
@@ -107,16 +97,9 @@ def test_a_plan_is_made_without_torch() -> None:
             ("--model", "1b", "--gpus", 4),
             "--gpus belongs to --megatron; the GPUs of a --model are those of --tp, --pp and --dp",
         ),
-        (("--tp", 2, "--megatron", "--bf16"), "--tp cannot be combined with --megatron, whose arguments say it"),
         (("--model", "7b", "--tp", 3), "--tp 3: llama-7b has 32 heads, which cannot be split over 3 ranks"),
         (("--model", "8b", "--pp", "x"), "argument --pp: 'x' is not a whole number from 1 to 100000000000"),
-        (("--model", "8b", "--budget", "fast"), "--budget fast: expected fp4=SHARE"),
         (("--model", "8b", "--json", "/nowhere/p.json"), "--json /nowhere/p.json: there is no folder /nowhere"),
-        (("--model", "8b", "--policy", "best"), "--policy best: unknown; choose one of snip, min-abs-err, "),
-        (
-            ("--model", "8b", "--node-bandwidth", "-1"),
-            "argument --node-bandwidth: '-1' is not a bandwidth from 1e-6 to",
-        ),
     ],
 )
 def test_refusals(arguments: tuple[object, ...], message: str) -> None:

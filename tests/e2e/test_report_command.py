@@ -1,7 +1,6 @@
 """`snip report RUN` as a user calls it."""
 
 import gzip
-import json
 import os
 import signal
 import subprocess
@@ -32,14 +31,6 @@ def test_writes_the_page_and_says_where(recorded, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip() == "run/report.html"
     assert "</html>" in (recorded / "report.html").read_text(encoding="utf-8")
-
-
-def test_json_says_whether_it_was_worth_it(recorded, tmp_path):
-    done = snip_alone("report", "run", "--json", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    body = json.loads(done.stdout)
-    assert (body["schema"], body["verdict"], body["steps"]) == ("snip.worth/1", "not judged", 5)
-    assert not (recorded / "report.html").exists()
 
 
 def test_sensitivity_ranks_what_the_map_chose_about(recorded, tmp_path):

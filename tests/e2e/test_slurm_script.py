@@ -68,14 +68,6 @@ def test_it_submits_itself_with_what_the_configuration_needs(cluster: dict[str, 
     assert len(log(cluster)) == 1  # nothing was submitted
 
 
-def test_bad_input_is_one_line_and_submits_nothing(cluster: dict[str, str]) -> None:
-    refused = bash(cluster, "70b", "--data", "mock", "--save", "/shared/70b", "--tp", "5")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("snip launch: 64 GPUs (--nodes 8 × --gpus-per-node 8) are no multiple of --tp 5")
-    assert refused.stderr.count("\n") == 1
-    assert log(cluster) == []
-
-
 def test_without_sbatch_one_line_says_so(cluster: dict[str, str], tmp_path: Path) -> None:
     shell = shutil.which("bash")
     assert shell is not None
@@ -83,13 +75,6 @@ def test_without_sbatch_one_line_says_so(cluster: dict[str, str], tmp_path: Path
     done = subprocess.run(command, capture_output=True, text=True, env=cluster | {"PATH": str(tmp_path)}, timeout=120)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, line.startswith("slurm.sh: there is no sbatch here")) == (2, True)
-
-
-def test_bad_input_in_the_job_starts_nothing(cluster: dict[str, str]) -> None:
-    refused = bash(job(cluster), "7b", "--data", "/nowhere", "--save", "/shared/7b")
-    assert refused.returncode == 2
-    assert refused.stderr.count("\n") == 1
-    assert "srun:" not in refused.stdout
 
 
 def test_a_head_node_that_cannot_be_found_is_one_line(cluster: dict[str, str]) -> None:
@@ -100,9 +85,3 @@ def test_a_head_node_that_cannot_be_found_is_one_line(cluster: dict[str, str]) -
         " cannot meet there\n"
     )
     assert "srun:" not in refused.stdout
-
-
-def test_a_wrong_word_about_queueing_is_refused(cluster: dict[str, str]) -> None:
-    refused = bash(job(cluster) | {"SNIP_REQUEUE": "yes"}, "7b", "--data", "mock", "--save", "/shared/7b")
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert refused.stderr.startswith("slurm.sh: SNIP_REQUEUE=yes: give always, never or nothing")

@@ -31,19 +31,3 @@ def test_what_an_encoding_lacks_is_replaced() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
     whole = snip(*PLAN, stdout=subprocess.PIPE, PYTHONIOENCODING="utf-8").stdout.decode()
     assert len(done.stdout.splitlines()) == len(whole.splitlines())
-
-
-def test_a_device_is_written_and_not_replaced_by_a_file() -> None:
-    done = snip(*PLAN, "--json", "/dev/stdout", stdout=subprocess.PIPE)
-    assert done.returncode == 0, done.stderr
-    assert b'"schema": "snip.plan/1"' in done.stdout
-
-
-def test_a_closed_standard_output_is_no_error(tmp_path: Path) -> None:
-    """As with ``>&-`` in a shell, or as a daemon starts it."""
-    out = tmp_path / "plan.json"
-    script = f'exec "{sys.executable}" -m snip_megatron.tools.cli plan --model 1b --json "{out}" >&-'
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["sh", "-c", script], stderr=subprocess.PIPE, env=environment, timeout=300, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert out.exists()
