@@ -170,15 +170,6 @@ def test_the_protocol_with_ddp(context: StepContext, formats: Formats) -> None:
     assert linear.weight.grad is None
 
 
-def test_without_main_grad_autograd_gets_the_gradient(context: StepContext) -> None:
-    s, b, n, k = ODD
-    linear = our_linear(context, (FP4, FP4, FP4), n, k, dtype=torch.bfloat16)
-    x, g, _ = passed(linear, s, b)
-    expected = reference(x, linear.weight, g, (FP4, FP4, FP4), context)[2]
-    assert linear.weight.grad.dtype == torch.bfloat16
-    assert decibel(expected, linear.weight.grad) > 50
-
-
 # -- one map a step --------------------------------------------------------------------------------------------
 def test_the_backward_uses_the_formats_of_its_forward(context: StepContext) -> None:
     s, b, n, k = ODD

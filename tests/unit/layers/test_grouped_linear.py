@@ -120,19 +120,6 @@ def test_rotated_operands_of_wgrad_give_the_gradient() -> None:
     assert decibel(exact[2], found) > 12
 
 
-def test_gradients_without_main_grad_and_without_a_backward() -> None:
-    experts, (x, g) = Experts(2, (FP8, FP8, FP8)), operands((128, 5))
-    with torch.no_grad():
-        alone = experts(x, (128, 5))
-    for weight in experts.parameters():
-        del weight.main_grad
-    y = experts(x, (128, 5))
-    y.backward(g)
-    assert torch.equal(y.detach(), alone)
-    for weight, exact in zip(experts.parameters(), expected(experts, x, g, (128, 5), (FP8, FP8, FP8))[2], strict=True):
-        assert decibel(exact, weight.grad) > 45
-
-
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (BF16, FP8, BF16), (FP8, BF16, FP8)], ids=str)
 def test_weights_that_are_gathered_for_each_pass(formats: Formats) -> None:
     """They are at another address in the backward, and autograd gets their gradients."""
@@ -412,24 +399,6 @@ def test_gradients_that_only_tell_ddp_so_share_one_piece_of_memory() -> None:
     assert [gradient.shape for gradient in seen] == [(N, K)] * 4
     assert all(weight.grad_added_to_main_grad for weight in experts.parameters())  # type: ignore[attr-defined]
     assert len({id(gradient) for gradient in seen}) == 4
-
-
-def test_the_callback_runs_once_in_place_of_autograd() -> None:
-    """∇W is complete when the callback runs. If X requires no gradient, autograd must see the weights."""
-    experts, (x, g), calls = Experts(4, (FP8, FP8, FP8)), operands(UNEVEN), []
-    weights = list(experts.parameters())
-    for weight in weights:
-        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-
-    def on_wgrad_complete() -> None:
-        calls.append(torch.stack([weight.main_grad for weight in weights]))  # type: ignore[misc]
-
-    grouped_product(experts.handles, weights, x, UNEVEN, on_wgrad_complete).backward(g)
-    assert [weight.grad for weight in weights] == [None] * 4
-    grouped_product(experts.handles, weights, x.detach(), UNEVEN, on_wgrad_complete).backward(g)
-    assert all(weight.grad is not None for weight in weights)
-    (gradients,) = calls
-    assert decibel(expected(experts, x, g, UNEVEN, (FP8, FP8, FP8))[2], gradients - 1) > 90
 
 
 # -- padding ----------------------------------------------------------------------------------------------------------

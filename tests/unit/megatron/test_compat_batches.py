@@ -66,16 +66,6 @@ def test_first_microbatches_of_the_latest_steps_are_kept() -> None:
     assert (next(first)["tokens"], second) == (16, None)
 
 
-def test_any_order_as_often_as_wanted() -> None:
-    data = numbered(4)
-    handed = list(compat.repeated(data, [2, 2, 0, 1, 0]))
-    assert [batch["tokens"] for batch in handed] == [2, 2, 0, 1, 0]
-    assert handed[0] is not handed[1]
-    with pytest.raises(SnipError, match="needs 6 microbatches, and the data holds 4 more"):
-        compat.repeated(data, [0, 5])
-    assert [next(data)["tokens"] for _ in range(4)] == [0, 1, 2, 3]
-
-
 def test_virtual_pipeline_and_ranks_without_data() -> None:
     chunks: list[Any] = [numbered(3), None]
     first, second = compat.repeated(chunks, range(2))
@@ -92,11 +82,6 @@ def test_a_step_that_the_rerun_machine_repeats() -> None:
     data.load_state_dict({"saved_microbatches": saved, "replaying": True, "replay_pos": 1})
     assert list(compat.repeated(data, range(2))) == saved[1:]
     assert next(data) == saved[1]
-
-
-def test_other_iterators_are_refused() -> None:
-    with pytest.raises(SnipError, match="list_iterator, not Megatron's RerunDataIterator"):
-        compat.repeated(iter([1]), range(1))
 
 
 def test_external_loaders_keep_their_methods() -> None:

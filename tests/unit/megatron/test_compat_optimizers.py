@@ -113,8 +113,8 @@ def test_a_model_that_reduces_otherwise_is_refused() -> None:
         check_reduced_models([model])
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 72])
-@pytest.mark.parametrize("each", [1, 128 * 3, 128 * 77 + 5, 2048 * 5, 128 * (2**16 + 1), 2**27 + 128, 2**30 + 5])
+@pytest.mark.parametrize("ranks", [2, 72])
+@pytest.mark.parametrize("each", [1, 128 * 77 + 5, 128 * (2**16 + 1), 2**30 + 5])
 def test_kernels_can_be_launched_on_a_bucket_of_any_size(ranks: int, each: int) -> None:
     """Without --overlap-grad-reduce a bucket is the whole model. CUDA has 65535 programs along the second dimension,
     each of which quantises 128 rows.

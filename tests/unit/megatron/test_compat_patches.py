@@ -8,7 +8,7 @@ import megatron.training.training as training
 import pytest
 from llama_arguments import megatron_parser
 
-from snip_megatron.megatron import compat, entry
+from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat.patches import CPU, EXTENSIONS
 from snip_megatron.megatron.startup import Startup
 from snip_megatron.precision.errors import SnipError
@@ -80,13 +80,6 @@ def test_missing_extensions_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     args, shown = parse(Startup(on_cpu=False, disabled=frozenset({"missing-extensions"})))
     assert shown == []
     assert not args.no_persist_layer_norm
-
-
-def test_the_tokenizer_is_that_of_megatron_s_own_script() -> None:
-    """Megatron's parser has none, and its pretrain_gpt.py a default."""
-    parser = entry.provide_arguments(ON_CPU, [], megatron_parser())
-    assert parser.parse_args([]).tokenizer_type == "GPT2BPETokenizer"
-    assert parser.parse_args(["--tokenizer-type", "NullTokenizer"]).tokenizer_type == "NullTokenizer"
 
 
 def test_without_a_hook_the_set_cannot_be_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,15 +159,6 @@ def test_tokens_that_are_embedded_again_get_no_noise(model: GPTModel, monkeypatc
     assert [torch.equal(out, plain + (call % 3 == 0)) for call, out in enumerate(seen)] == [True] * 6
 
 
-def test_forwards_without_gradients_are_not_recorded(model: GPTModel) -> None:
-    """The first forward of recomputation, and validation."""
-    stream = new_stream(model)
-    stream.start(Pass.STATISTICS)
-    with stream.attached(), torch.no_grad():
-        loss_of(model, 0)
-    assert all(boundary.sums == {} for boundary in stream.boundaries)
-
-
 class Attention(torch.nn.Module):
     """Keeps the largest logits until Megatron clips by them after the step, as Transformer Engine's attention does."""
 
@@ -209,15 +200,6 @@ def test_losses_of_tokens_are_noted_with_those_that_count() -> None:
     ((losses, counts),) = found
     assert (torch.equal(losses, output), torch.equal(counts, mask.bool())) == (True, True)
     assert (loss.requires_grad, int(tokens)) == (False, 4)
-
-
-def test_a_loss_of_logits_is_that_of_one_token() -> None:
-    logits = torch.rand(4, 8)
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    _note_losses(found, lambda o: (o.logsumexp(1).sum(), torch.tensor(4), {}), logits)
-    ((losses, counts),) = found
-    assert losses.tolist() == pytest.approx([logits.logsumexp(1).mean().item()])
-    assert counts.tolist() == [True]
 
 
 def test_a_step_that_megatron_repeats_rounds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

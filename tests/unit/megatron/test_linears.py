@@ -246,10 +246,3 @@ def test_other_mlps_stay_unfused(changes: dict[str, Any], why: str) -> None:
     assert type(run.mlp) is MLP
     assert run.fused.startswith("no SwiGLU")
     assert why in run.fused
-
-
-def test_a_backend_without_kernels_fuses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    model = gpt()
-    convert_model([model], SnipConfig(enabled=True, fusions="auto"))
-    assert "fused with quantisation" not in capsys.readouterr().out
-    assert type(model.decoder.layers[0].mlp) is MLP

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from snip_megatron.layers.spans import Spans
 from snip_megatron.megatron.compat import learning_rate
-from snip_megatron.megatron.run_record import _predicted_times, open_run_directory
+from snip_megatron.megatron.run_record import open_run_directory
 from snip_megatron.megatron.times import (
     MeasuredTimes,
     check_measurable,
@@ -162,16 +162,6 @@ def test_planned_steps_are_the_options_seconds_and_the_rest(timings: str, recomp
 
 
 @pytest.mark.parametrize(
-    "rows", [[LinearRow("decoder.layers.0.mixer.in_proj", 0, 64, 64)], None], ids=["scan", "vocabulary"]
-)
-def test_where_the_planner_cannot_say_the_rest_is_not_known(rows: list[LinearRow] | None) -> None:
-    args = run_arguments(padded_vocab_size=32000 if rows else None, pipeline_model_parallel_size=1)
-    times = option_times(SnipConfig(**WANTED, timings="h200"), args, rows or linears(args).covered)
-    assert times.rest == {}
-    assert times.step_speedup(PrecisionMap(choices={}), {"decoder.layers.0.mlp.linear_fc1": 0}) is None
-
-
-@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"timings": "absent.json"}, "--snip-timings absent.json with --snip-budget speedup=1.2: absent.json"),
@@ -187,7 +177,6 @@ SMALL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "num_atten
          "seq_length": 64, "micro_batch_size": 1, "global_batch_size": 4}  # fmt: skip
 CONFIG = SnipConfig(**WANTED, pin=("*.0.*=nvfp4_46",))
 CPU = torch.device("cpu")
-LACKING = "('input', <Format.FP8: 'fp8'>, 2)"
 
 
 class FakeClock:
@@ -284,13 +273,6 @@ def test_a_damaged_file_is_named_and_measured_again(tmp_path: Path, capsys: pyte
     assert f"snip: {run / TIMINGS}: not JSON" in capsys.readouterr().out
 
 
-def test_a_size_that_cannot_be_timed_is_an_error(tmp_path: Path) -> None:
-    clock = FakeClock(lacking=LACKING)
-    with pytest.raises(SnipError, match=r"be (timed|measured): .*out of memory"):
-        own(tmp_path, clock).measure()
-    assert not (tmp_path / TIMINGS).exists()
-
-
 @pytest.mark.parametrize("backend", [None, "reference", "emulated"])
 def test_emulation_is_not_timed(backend: str | None) -> None:
     with pytest.raises(SnipError, match=r"--snip-budget speedup=1.2 weighs .*, which saves none: give --snip-timings"):
@@ -381,35 +363,6 @@ def test_a_replay_is_not_written_over_what_it_replays(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize(
-    ("device", "formats", "said"),
-    [
-        ("NVIDIA H200", ("fp8", "fp4"), ""),
-        ("Some other GPU", ("fp8", "fp4"), ""),
-        (
-            "NVIDIA H200",
-            ("fp8", "nvfp4"),
-            "no predicted times: measured times with --snip-budget fp4=0.75: the timings",
-        ),
-    ],
-)
-def test_predicted_times_that_are_not_known_are_named(
-    device: str,
-    formats: tuple[str, ...],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A GPU without a table has none, and nothing is to be said. Any other reason is."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
-    args = run_arguments()
-    times = _predicted_times(SnipConfig(enabled=True, formats=formats), args, linears(args).covered, "hopper")
-    assert (times is not None) is (device == "NVIDIA H200" and not said)
-    out = capsys.readouterr().out
-    assert said in out if said else not out
-
-
 # -- what is noted of a module's forward and backward in a training ----------------------------------------------
 def forward(x: Tensor, factor: float) -> tuple[Tensor, str]:
     return (x * factor).square(), "bias"
@@ -426,11 +379,3 @@ def test_a_forward_with_its_backward_is_noted() -> None:
     assert (x.grad == 18).all()
     found = spans.seconds()
     assert found > 0
-
-
-def test_what_has_no_backward_is_not_noted() -> None:
-    spans = Spans()
-    spans.run(forward, torch.ones(4), 3.0)
-    with torch.no_grad():
-        spans.run(forward, torch.ones(4, requires_grad=True), 3.0)
-    assert spans.seconds() is None

@@ -25,11 +25,6 @@ def config(**fields: Any) -> SnipConfig:
     return SnipConfig(enabled=True, **fields)
 
 
-def test_a_plain_run_is_accepted() -> None:
-    check(config(), arguments())
-    check(config(policy="uniform-fp4", pin=("*.0.*=bf16",)), arguments(bf16=False))
-
-
 # -- Megatron's arguments --------------------------------------------------------------------------------------
 GRAPHS = {name: {"cuda_graph_impl": name} for name in ("local", "transformer_engine", "full_iteration")}
 MODULES = {"cuda_graph_modules": [CudaGraphModule.attn, CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]}
@@ -90,10 +85,6 @@ OF_FP8 = "--snip-gradient-reduction fp8"
     [
         (FULLY_SHARDED | {"data_parallel_sharding_strategy": "optim"}, {},
          f"{FSDP}--data-parallel-sharding-strategy optim under --snip; use", "use --use-distributed-optimizer alone"),
-        (FULLY_SHARDED | {"num_distributed_optimizer_instances": 2}, {},
-         f"{FSDP}--num-distributed-optimizer-instances 2 under --snip; use 1", ""),
-        (FULLY_SHARDED | {"megatron_fsdp_version": 2}, {},
-         f"{FSDP}--megatron-fsdp-version 2 under --snip; use 1", ""),
         (FULLY_SHARDED | PP, {}, f"{FSDP}--pipeline-model-parallel-size 2 under --snip; use 1", ""),
         (FULLY_SHARDED, OWN_GEMMS, f"{FSDP}--snip-gemm transformer_engine under --snip; use --snip-gemm hopper", ""),
         ({"use_torch_fsdp2": True, "ckpt_format": "torch_dcp"}, {},
@@ -102,7 +93,6 @@ OF_FP8 = "--snip-gradient-reduction fp8"
         (EXPERTS | GRAPHS["local"] | {"cuda_graph_modules": [CudaGraphModule.moe]}, {},
          LOCAL, "--cuda-graph-modules attn moe_router"),
         (EXPERTS | GRAPHS["local"] | MODULES, {}, LOCAL, "use --cuda-graph-impl transformer_engine"),
-        (GRAPHS["full_iteration"] | {"cuda_graph_warmup_steps": 0}, {}, WHOLE, "--cuda-graph-warmup-steps 0"),
         (GRAPHS["full_iteration"] | {"rampup_batch_size": [8, 8, 64]}, {}, WHOLE, "--rampup-batch-size"),
         (GRAPHS["full_iteration"] | PP, {},
          WHOLE, "--pipeline-model-parallel-size 2 under --snip: Megatron waits for the device"),
@@ -115,14 +105,9 @@ OF_FP8 = "--snip-gradient-reduction fp8"
         (OVERLAPPED | CONTEXT, OWN_GEMMS, "--tp-comm-overlap cannot be combined with", ""),
         (SCATTERS | {"use_distributed_optimizer": False}, FP8,
          f"{OF_FP8}: only the distributed optimizer scatters gradients; add", ""),
-        (SCATTERS | {"ddp_average_in_collective": True}, FP8,
-         f"{OF_FP8} cannot be combined with --ddp-average-in-collective", ""),
-        (SCATTERS | {"data_parallel_size": 1}, FP8, f"{OF_FP8}: there is one data parallel rank", ""),
         (SCATTERS | TP, FP8, f"{OF_FP8} with --tensor-model-parallel-size 2: add --sequence-parallel;", ""),
         (SCATTERS | TP | {"sequence_parallel": True, "position_embedding_type": "learned_absolute"}, FP8,
          f"{OF_FP8} with --tensor-model-parallel-size 2 cannot be combined with --position-embedding-type learned", ""),
-        (LOW | SCATTERS | {"grad_reduce_in_bf16": True}, FP8,
-         "--grad-reduce-in-bf16 cannot be combined with --snip-gradient-reduction fp8", ""),
         ({"optimizer": "muon"}, NOISE, "--optimizer muon cannot be combined with --snip-estimator noise",
          "knows the update of adam alone"),
         ({"optimizer": "sgd", "use_distributed_optimizer": True}, FISHER,
@@ -144,13 +129,6 @@ def test_cuda_graphs_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: False)
     found = refused(config(), arguments(**GRAPHS["transformer_engine"]))
     assert found.startswith("--cuda-graph-impl transformer_engine needs a CUDA device")
-
-
-def test_gradients_in_fp8_need_megatrons_own_loop() -> None:
-    bridge = arguments(**SCATTERS)
-    del bridge.ddp_reduce_scatter_with_fp32_accumulation
-    needs = f"{OF_FP8}: needs Megatron's own training loop with its --ddp-reduce-scatter"
-    assert refused(config(**FP8), bridge).startswith(needs)
 
 
 # -- maps ------------------------------------------------------------------------------------------------------
@@ -221,16 +199,6 @@ def test_layers_that_megatron_keeps_in_bf16_are_pins_and_the_users_come_after() 
     assert "the highest reachable target is 0.25" in refused(config(), args)
 
 
-def test_pins_that_one_pipeline_stage_holds_leave_its_constraint_out_of_reach() -> None:
-    args = arguments(
-        first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0,
-        pipeline_model_parallel_size=2,
-    )  # fmt: skip
-    message = refused(config(), args)
-    assert "the highest reachable target is 0.52" in message
-    check(config(stage_tolerance="none"), args)
-
-
 # -- mixtures of experts ---------------------------------------------------------------------------------------
 def test_routed_and_shared_experts_are_candidates() -> None:
     """Local layers have one linear for each expert, with --moe-grouped-gemm too."""
@@ -262,12 +230,6 @@ def test_globs_of_a_schedule_are_checked_before_training(tmp_path: Path) -> None
     path.write_text(path.read_text().replace("*:fprop", "*:forward"))
     message = refused(config(schedule=str(path)), arguments())
     assert message.startswith("--snip-schedule: phases[1].change: *:forward matches no option")
-
-
-def test_an_average_that_a_late_policy_cannot_reach_is_refused_before_training() -> None:
-    check(config(policy="late-forward", budget="fp4=0.9"), arguments())
-    message = refused(config(policy="late-forward", budget="fp4=0.9", pin=("*:wgrad=fp8",)), arguments())
-    assert message.startswith("--snip-policy late-forward reaches an average fp4 share of 0.6666 at most")
 
 
 # A value that conflicts, where it is not True.

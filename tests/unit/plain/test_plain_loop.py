@@ -4,7 +4,6 @@ import contextlib
 import copy
 import importlib.util
 import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -195,31 +194,6 @@ def test_a_resumed_loop_is_bitwise_the_uninterrupted_one() -> None:
     assert second.run(range(6, 12)) == losses[6:]
 
 
-def test_embeddings_may_be_frozen() -> None:
-    """Then the residual stream needs no gradient where it begins. SNIP measures it all the same."""
-    tables = []
-    for frozen in (False, True):
-        training = Training(first_update=0, update_interval=100, estimator="fisher")
-        if frozen:
-            training.model.tokens.requires_grad_(False)
-            training.model.positions.requires_grad_(False)
-        training.run(range(2))
-        assert training.snip.map.version == 1
-        tables.append(training.snip.table)
-    for column in ("h2", "r2"):
-        np.testing.assert_array_equal(tables[0].boundary[column], tables[1].boundary[column])
-
-
-def test_a_fixed_map_replaces_that_of_the_checkpoint() -> None:
-    """As with ``policy="bf16"``, to stop quantising."""
-    first = Training(budget="fp4=0.75", first_update=1, update_interval=100)
-    first.run(range(3))
-    resumed = Training(policy="bf16")
-    resumed.snip.load_state_dict(first.snip.state_dict())
-    assert {fmt for handle in resumed.snip.registry for fmt in handle.formats} == {Format.BF16}
-    assert resumed.snip.state_dict()["steps"] == 3
-
-
 def test_the_run_directory_has_losses_and_times_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also over a checkpoint, and the summary reads them."""
     options = {"first_update": 8, "update_interval": 100, "dir": str(tmp_path / "run"), "steps": 20}
@@ -251,23 +225,6 @@ def test_the_run_directory_has_losses_and_times_of_steps(tmp_path: Path, capsys:
     assert [row["step"] for row in load_run(tmp_path / "run").metrics] == list(range(22))
 
 
-def test_what_was_chosen_and_why_is_printed(
-    trained: tuple[Training, list[float]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    snip = trained[0].snip
-    assert re.fullmatch(r"PlainSnip\(Model, 12 linears, step 18, map 2: GEMMs in \d+ fp4, \d+ fp8\)", str(snip))
-    head, *table = str(snip.map).splitlines()
-    assert head == f"map 2, optimal, saves {snip.map.achieved:.1%} of what its budget counts"
-    assert [row.split()[0] for row in table] == ["linear,", "down", "proj", "qkv", "up"]
-    snip.summary()
-    said = capsys.readouterr().out
-    assert "The 20 most sensitive of 36:" in said
-    assert "nats of training loss" in said
-    with pytest.raises(SnipError, match=r"summary\(\) is for after the first"):
-        Training(first_update=3).snip.summary()
-    assert "all GEMMs in bf16" in str(Training(first_update=3).snip.map)
-
-
 def test_the_guard_takes_a_map_back_under_which_recorded_losses_spike(capsys: pytest.CaptureFixture[str]) -> None:
     training = Training(first_update=12, update_interval=100)
     training.run(range(15), records=True)
@@ -292,16 +249,6 @@ def test_the_first_update_and_the_optimizer_are_checked() -> None:
     for block in model.blocks[1:]:
         block.requires_grad_(False)
     assert convert(model, other, steps=50)._config.first_update == 5
-
-
-@pytest.mark.parametrize(
-    "state", [{}, {"steps": 3}, {"steps": "many", "state": "{}"}, {"steps": -1, "state": "{}"}, []]
-)
-def test_a_state_of_something_else_is_one_line(state: Any) -> None:
-    training = Training(first_update=1, update_interval=100)
-    with pytest.raises(SnipError, match="SNIP's state: "):
-        training.snip.load_state_dict(state)
-    assert training.snip.state_dict()["steps"] == 0
 
 
 def test_autocast_quantises_in_its_dtype() -> None:

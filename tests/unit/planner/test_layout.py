@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 from refusal import refusal
 
-from snip_megatron.precision.errors import SnipError
-
 from .formula import SMALL, layout, with_blocks
 
 
@@ -51,9 +49,3 @@ def test_parameters_of_the_stages_are_those_of_the_model() -> None:
 )
 def test_refusals(sizes: dict[str, Any], message: str) -> None:
     assert refusal(layout, **sizes).startswith(message)
-
-
-def test_key_value_heads_and_tensor_parallelism() -> None:
-    assert layout("70b", tp=16).shapes["decoder.layers.0.self_attention.linear_qkv"].n == 640
-    with pytest.raises(SnipError, match="must be a multiple or divisor of the 4 key-value heads"):
-        layout(SMALL.__class__("odd", 8, 768, 1536, 12, 4, 64, 1000, 256), tp=6)

@@ -56,10 +56,3 @@ def test_sequence_parallelism_keeps_bf16_shards_of_gathered_inputs() -> None:
     assert saved_input(plain, fc1, FP8) == pytest.approx(8192 * 8192 * (1 + 4 / 128))
     parts = [layer_activations(chosen, chosen.stages[0][0], lambda row: BF16) for chosen in (plain, parallel)]
     assert parts[1] < parts[0]
-
-
-def test_only_the_last_stage_has_logits() -> None:
-    chosen = layout("8b", tp=2, pp=2)
-    first, last = (stage_memory(chosen, stage, lambda row: BF16) for stage in (0, 1))
-    assert first["logits"] == 0
-    assert last["logits"] == 8 * 8192 * 128256 / 2

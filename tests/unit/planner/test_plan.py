@@ -77,14 +77,6 @@ def test_a_bound_on_the_loss(tmp_path: Path) -> None:
     assert loose["steps"]["map"]["seconds"] < tight["steps"]["map"]["seconds"]
 
 
-def test_a_bound_on_a_loss_needs_a_policy_whose_scores_are_losses() -> None:
-    assert request("loss=0.1", policy="fisher").budget.kind == "loss"
-    with pytest.raises(
-        SnipError, match=r"^--budget loss=0.1 bounds a loss, and the scores of --policy random with --q split are"
-    ):
-        request("loss=0.1", policy="random")
-
-
 @pytest.mark.parametrize(
     ("factor", "line"), [(0.99, "does not fit: the map needs"), (1.05, "little for what is not counted"), (1.2, "fits")]
 )

@@ -1,14 +1,13 @@
 """Step times: the rules that the output states, on times that follow a formula."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snip_megatron.planner.step_time import ELEMENTWISE, Links, StepModel
-from snip_megatron.precision import ALL_BF16, Format, Role, Side
+from snip_megatron.precision import ALL_BF16, Format
 from snip_megatron.timing.cost_model import FLOPS_RATE, FlopsModel, load_cost_model
 
 from .formula import SMALL, layout, step_model, with_blocks
@@ -47,24 +46,6 @@ def test_fused_swiglu_spares_a_read_on_hopper() -> None:
         spared = width * hidden / (model.table.copy_rate * ELEMENTWISE)
         assert seconds[0]["elementwise"] - seconds[1]["elementwise"] == pytest.approx(spared)
         assert seconds[0]["linears"] == seconds[1]["linears"]
-
-
-def test_tokens_go_to_experts_behind_a_latent_projection_in_its_width() -> None:
-    whole = layout(SMALL, grouped_experts=True, ep=2, dp=2)
-    hidden, spent = whole.model.hidden, []
-    for width, role in ((hidden, None), (hidden // 4, Role.BETWEEN)):
-        rows = []
-        for row in whole.model.rows:
-            if ".mlp." in row.name:
-                first = row.role is Role.READS
-                size = {"k": width, "sharded": Side.OUTPUT} if first else {"n": width, "sharded": Side.INPUT}
-                row = replace(row, experts=4, active=2, role=role or row.role, **size)
-            rows.append(row)
-        latent = replace(whole, model=replace(whole.model, rows=tuple(rows)))
-        step = StepModel(latent, FlopsModel(), LINKS).step(lambda row: ALL_BF16)
-        spent.append(step.stages[0]["experts"])
-    assert spent[0] > 0
-    assert spent[1] == pytest.approx(spent[0] / 4)
 
 
 LINKS = Links(node_size=8, within=1e11, between=1e10)

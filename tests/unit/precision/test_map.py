@@ -87,12 +87,6 @@ def test_other_names_are_refused(name: str) -> None:
         LinearId.parse(name)
 
 
-@pytest.mark.parametrize("gemm", ["", "forward", "fprop ", "FPROP"])
-def test_other_gemms_are_refused(gemm: str) -> None:
-    with pytest.raises(SnipError, match="fprop, dgrad, wgrad"):
-        split_option_id(f"decoder.layers.0.mlp.linear_fc1:{gemm}")
-
-
 def test_sub_blocks_number_the_residual_boundaries() -> None:
     rows = [LinearRow(name, 0, 1, 1) for name in dense_names(2)]
     assert [row.sub_block for row in rows] == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -106,15 +100,6 @@ def test_a_gemm_wins_over_its_linear_and_absence_is_bf16() -> None:
     assert [chosen.format_of(name, g) for g in Gemm] == [Format.FP8, Format.FP8, Format.FP4]
     assert chosen.format_of("decoder.layers.1.mlp.linear_fc1", Gemm.FPROP) is Format.BF16
     assert chosen.linears() == [LinearId("decoder", 0, "mlp.linear_fc1")]
-
-
-def test_immutable_also_through_the_mapping_it_was_made_from() -> None:
-    choices = {"decoder.layers.0.mlp.linear_fc1": Format.FP8}
-    made = PrecisionMap(choices)
-    choices["decoder.layers.0.mlp.linear_fc1"] = Format.FP4
-    assert made.choices == {"decoder.layers.0.mlp.linear_fc1": Format.FP8}
-    with pytest.raises(TypeError):
-        made.choices["decoder.layers.0.mlp.linear_fc1"] = Format.FP4  # type: ignore[index]
 
 
 # -- codes and digest ----------------------------------------------------------------------------------------------
@@ -134,15 +119,6 @@ def test_digest_is_equality_of_formats(precision_map: PrecisionMap, key: str, fm
     assert (changed.digest(linears) == precision_map.digest(linears)) is same
 
 
-def test_digest_depends_on_the_names() -> None:
-    uniform = [
-        PrecisionMap.uniform([n], Format.FP8)
-        for n in ("decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc1")
-    ]
-    digests = {m.digest([str(m.linears()[0])]) for m in uniform}
-    assert len(digests) == 2
-
-
 # -- JSON ----------------------------------------------------------------------------------------------------------
 @given(MAPS)
 def test_json_round_trip(precision_map: PrecisionMap) -> None:
@@ -155,14 +131,11 @@ def test_json_round_trip(precision_map: PrecisionMap) -> None:
     ("changes", "words"),
     [
         ({"schema": "snip.map/2"}, "schema: must be"),
-        ({"choices": []}, "choices: must be an object"),
         ({"choices": {"mlp": "fp4"}}, "'mlp' is not the name of a decoder linear"),
         ({"choices": {"decoder.layers.0.mlp.linear_fc1:up": "fp4"}}, "'up' is not one of"),
         ({"choices": {"decoder.layers.0.mlp.linear_fc1": "fp5"}}, "unknown format 'fp5'"),
         ({"status": "perfect"}, "status: 'perfect' is not one of"),
-        ({"version": 2**31}, "version: must be an integer"),
         ({"bound": float("nan")}, "bound: must be a finite number"),
-        ({"achieved_per_stage": [1]}, "achieved_per_stage: must be an object"),
         ({"achieved_per_stage": {"0": None}}, "achieved_per_stage['0']: must be a finite number"),
         ({"choices": {"decoder.layers.0.mlp.linear_fc1:dgrad": "nvfp4_46"}}, "a format of fprop, not of dgrad"),
         ({"choices": {"decoder.layers.0.mlp.linear_fc1": "nvfp4_46"}}, "not of dgrad"),
@@ -170,17 +143,6 @@ def test_json_round_trip(precision_map: PrecisionMap) -> None:
 )
 def test_bad_maps_are_named(changes: dict[str, Any], words: str) -> None:
     assert words in refused(json.dumps(body(**changes)))
-
-
-def test_one_item_named_twice_is_refused() -> None:
-    line = '"decoder.layers.0.mlp.linear_fc1": '
-    text = '{"schema": "snip.map/1", "choices": {' + line + '"fp8", ' + line + '"fp4"}}'
-    assert "stands twice" in refused(text)
-
-
-def test_a_map_written_by_hand_needs_choices_only() -> None:
-    made = PrecisionMap.from_json(json.dumps({"schema": "snip.map/1", "choices": body()["choices"]}))
-    assert (made.version, made.status, made.objective) == (0, "static", None)
 
 
 def test_the_fp4_share_weighs_by_flops_and_counts_all_formats_of_four_bits() -> None:

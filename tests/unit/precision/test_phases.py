@@ -11,7 +11,6 @@ from refusal import refusal
 
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import AUTO, PlanPhase, PrecisionPlan, Schedule, SchedulePhase
 
 LINEAR = "decoder.layers.0.mlp.linear_fc1"
@@ -47,16 +46,13 @@ def test_the_contract_of_a_schedule_file() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[", "not a JSON object"),
         (schedule({"from": 0.0}, schema="snip.map/1"), 'schema: must be "snip.schedule/1"'),
         (schedule({"from": 0.1}), "phases: the first one must begin at 0"),
         (schedule(*({"from": i / 65} for i in range(65))), "phases: at most 64 are supported, got 65"),
         (schedule({"from": 0}, {"from": 1.0}), "phases[1].from: must be a fraction of the run"),
         (schedule({"from": 0}, {"from": 0.5}, {"from": 0.5}), "phases[2].from: 0.5 must be above 0.5"),
-        (schedule({"from": 0, "budget": "fp4=2"}), "phases[0].budget: fp4=2: the share must be"),
         (schedule({"from": 0, "budget": "loss=0.9"}), "phases[0].budget: loss=0.9: expected fp4=SHARE or"),
         (schedule({"from": 0, "change": "*:fprop"}), "phases[0].change: must be a list of globs"),
-        (schedule({"from": 0, "until": 1}), "phases[0]: unknown key 'until'"),
     ],
 )
 def test_a_bad_schedule_is_refused_in_one_line(text: str, message: str) -> None:
@@ -77,24 +73,12 @@ def test_what_remains_of_a_schedule_covers_the_rest_of_the_run_once(
     assert [index for index, _, _ in rest] == sorted({index for index, _, _ in rest})
 
 
-def test_a_run_without_steps_has_no_phases() -> None:
-    with pytest.raises(ValueError, match="no steps"):
-        AUTO.first_steps(10, 10)
-    assert AUTO.remaining(0, 10, 10) == []
-
-
 # -- plans ---------------------------------------------------------------------------------------------------------
 def test_the_map_in_force_is_that_of_the_phase() -> None:
     over = PrecisionPlan((PlanPhase(10, FP4), PlanPhase(90, FP8)), last=100)
     assert over.steps == (80, 10)
     assert [over.at(step) for step in (0, 10, 89, 90, 99, 500)] == [FP4, FP4, FP4, FP8, FP8, FP8]
     assert [step for step in range(100) if over.phases[over.index_at(step)].begin == step] == [10, 90]
-
-
-@pytest.mark.parametrize("begins", [(10, 10), (20, 10), (10, 100), ()])
-def test_a_plan_has_phases_none_of_them_empty(begins: tuple[int, ...]) -> None:
-    with pytest.raises(SnipError, match="none may be empty" if begins else "one phase or more"):
-        plan(*begins, last=100)
 
 
 def test_phases_move_with_the_end_of_the_run() -> None:
@@ -144,10 +128,3 @@ def test_a_plan_survives_json_with_every_field() -> None:
         (0, 9, "snip.map/1"),
         (9, 1, "snip.map/1"),
     ]
-
-
-def test_phases_of_a_plan_file_follow_one_another() -> None:
-    body = plan(0, 5, last=10).as_dict()
-    body["phases"][1]["from_step"] = 6
-    with pytest.raises(SnipError, match=r"plan: phases\[1\].from_step: must be 5"):
-        PrecisionPlan.from_json(json.dumps(body))

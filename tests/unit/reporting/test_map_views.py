@@ -51,12 +51,6 @@ def spans(run: RunData) -> list[tuple[int, int, str]]:
     return [(row["begin"], row["steps"], row["when"]) for row in phase_view(run)["rows"]]
 
 
-def test_a_run_without_plans_shows_nothing(path: Path) -> None:
-    run = load_run(path)
-    assert phase_view(run) is None
-    assert 'id="phases-title"' not in render(run, live=True)
-
-
 def test_phases_their_changes_and_the_average(path: Path) -> None:
     synthetic_run.add_plan(path, plan_of((15, EARLY), (50, LATE), (90, EARLY)), (0.75, 0.5, 1.0))
     run = load_run(path)
@@ -85,16 +79,3 @@ def test_the_latest_plan_is_shown_and_dropped_by_the_guard(path: Path) -> None:
     run = load_run(path)
     assert spans(run)[-1] == (50, 70, "dropped")
     assert phase_view(run)["expected"] == ""
-
-
-def test_phases_move_with_the_end_of_the_run(path: Path) -> None:
-    synthetic_run.add_plan(path, plan_of((15, EARLY), (60, LATE)), (1.0, 0.5))
-    synthetic_run.add_event(path, 40, "plan_moved", last_before=120, last=240)
-    moved = [{"from_step": 120, "steps": 120, "fp4_fraction": 0.5}]  # the first phase is over
-    synthetic_run.add_event(path, 40, "plan", version=1, phases=moved)
-    run = load_run(path)
-    assert spans(run) == [(120, 120, "to come")]
-    (row,) = phase_view(run)["rows"]
-    assert (row["share"], row["map"].loss) == (0.5, LATE.loss)
-    page = render(run, live=True)
-    assert '<td class="word">plan_moved</td><td class="text">last_before 120, last 240' in page

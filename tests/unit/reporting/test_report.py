@@ -11,7 +11,6 @@ import synthetic_run
 from plotly.offline import get_plotlyjs
 
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.figures import MAX_POINTS, thin
 from snip_megatron.reporting.report import write_report
 from snip_megatron.runtime.run_directory import RunDirectory
@@ -195,15 +194,6 @@ def test_thin_keeps_spikes_ends_and_gaps():
     assert thin([1, 2], [None, 3.0]) == ([1, 2], [None, 3.0])
 
 
-def test_non_finite_losses_are_counted(tmp_path):
-    with RunDirectory(tmp_path, {}, overwrite=False, resume_step=None) as run:
-        for step in range(4):
-            run.metric(step, loss=float("nan") if step > 1 else 2.0, grad_norm=1.0, fp4_fraction=0.0)
-    page = page_of(tmp_path)
-    assert "NaN or Inf: 2, the last at step 3; no spike" in page.texts
-    assert page.data("figures-data")["loss"]["data"][0]["y"] == [2.0, 2.0, None, None]
-
-
 def test_damaged_records_are_said_and_no_part_of_the_page_denies_them(tmp_path):
     run = synthetic_run.write_run(tmp_path / "run", updates=2, steps=50, faults=False)
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
@@ -216,17 +206,3 @@ def test_damaged_records_are_said_and_no_part_of_the_page_denies_them(tmp_path):
     assert "2 maps were adopted, but their files cannot be read." in page.texts
     assert not any("has adopted none" in text for text in page.texts)
     assert "files unreadable or damaged: 3" in page.texts
-
-
-def test_a_run_without_updates_says_so(tmp_path):
-    page = page_of(synthetic_run.write_run(tmp_path / "run", updates=0, faults=False))
-    assert "No map is recorded: this run has adopted none." in page.texts
-
-
-def test_out_and_its_errors(whole_run, tmp_path):
-    assert write_report(whole_run, tmp_path / "new" / "page.html") == tmp_path / "new" / "page.html"
-    assert (tmp_path / "new" / "page.html").stat().st_size > 10**6
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file" / "page.html"):
-        with pytest.raises(SnipError, match="cannot be written"):
-            write_report(whole_run, path)

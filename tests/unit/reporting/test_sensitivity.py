@@ -2,12 +2,8 @@
 
 import json
 
-import pytest
-import synthetic_run
-
 from snip_megatron.precision import Format, PrecisionMap, option_id
-from snip_megatron.precision.errors import SnipError
-from snip_megatron.reporting.sensitivity import lines, rank, rank_run, unit_of
+from snip_megatron.reporting.sensitivity import lines, rank, rank_run
 from snip_megatron.runtime.run_data import load_run
 
 FC1, FC2 = "decoder.layers.3.mlp.linear_fc1", "decoder.layers.3.mlp.linear_fc2"
@@ -46,20 +42,3 @@ def test_each_gemm_has_the_figures_of_its_costliest_format():
     assert (harms[2].delta_loss, harms[2].delta_weight) == (None, None)
     text = lines(harms, "nats", shown=1)
     assert text[-1].split() == ["4.00e+00", "53.3%", "2.00e+00", "4.00e+01", "fp8", "fp8_tensor", f"{FC2}:fprop"]
-
-
-def test_granularity_layer():
-    (harm,) = rank({FC1: {"fp4": score(1.0)}}, PrecisionMap(choices={FC1: Format.FP4}))
-    assert (harm.gemm, harm.kind, harm.chosen) == (None, "mlp.linear_fc1", Format.FP4)
-
-
-def test_a_run_without_scores_is_refused(tmp_path):
-    run = load_run(synthetic_run.write_run(tmp_path / "run", updates=0))
-    with pytest.raises(SnipError, match="no map with scores"):
-        rank_run(run)
-    assert lines([], "nats")[1] == "The 0 most sensitive of 0:"
-
-
-def test_units():
-    assert unit_of("snip", "split") == "nats of training loss"
-    assert unit_of("layer-type", "split") == "scores of the policy layer-type"

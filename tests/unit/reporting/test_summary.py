@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import synthetic_run
 
-from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
+from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.report import render
 from snip_megatron.reporting.summary import TRUE_OVER_PREDICTED, RunSummary, headline, lines, summarise
@@ -88,17 +88,6 @@ def test_with_phases_the_rise_now_and_the_rise_that_the_budget_bounds_are_told_a
     assert "at the end of training" not in "\n".join(lines(summarise(run)))
 
 
-def test_scores_that_are_no_losses_count_with_their_fprops_alone(tmp_path: Path) -> None:
-    worth = a_run(tmp_path, config={"q": "paper"})
-    adoption = load_run(tmp_path / "run").adoptions[-1]
-    wanted = 0.0
-    for linear in synthetic_run.LINEARS:
-        key = option_id(linear, Gemm.FPROP)
-        wanted += adoption.scores[key][adoption.precision_map.choices[key].value]["delta_loss"]
-    assert (worth.loss.backward, worth.loss.nats) == (False, pytest.approx(wanted))
-    assert "without the formats of dgrad and wgrad" in "\n".join(lines(worth))
-
-
 def test_maps_that_bring_nothing_are_said_with_a_remedy(tmp_path: Path) -> None:
     worth = a_run(tmp_path, bf16=1.0, mapped=1.1)
     assert worth.verdict == "no"
@@ -106,14 +95,6 @@ def test_maps_that_bring_nothing_are_said_with_a_remedy(tmp_path: Path) -> None:
     assert "not faster than in bf16 (0.91 x)" in warning
     assert "--snip without a budget" in warning
     assert headline(worth).startswith("Worth it: no. Lost ")
-
-
-def test_updates_that_cost_more_than_maps_save(tmp_path: Path) -> None:
-    worth = a_run(tmp_path, bf16=0.105, mapped=0.1, updates=4)
-    assert worth.verdict == "no"
-    (warning,) = worth.warnings
-    assert "updates cost more than the maps save: one pays for itself after 3" in warning  # 1.7 s at 5 ms a step
-    assert "--snip-update-interval" in warning
 
 
 def test_a_loss_that_costs_more_than_was_saved(tmp_path: Path) -> None:
@@ -260,13 +241,3 @@ def test_validation_in_both_formats_is_named(
     assert worth.loss.measured == measured
     said = "the last validation differs by +0.12 between the map's formats and bf16"
     assert (said in "\n".join(lines(worth))) == (measured is not None)
-
-
-def test_the_head_of_the_report_names_machine_and_rate(tmp_path: Path) -> None:
-    """Tokens a second are those of the usual steps under the map in force."""
-    facts = {"world_size": 4, "host": "node-7", "torch": "2.11", "version": "9.9", "global_batch_size": 8}
-    a_run(tmp_path, facts=facts, config={"seq_length": 128})
-    page = render(load_run(tmp_path / "run"))
-    assert "4 × NVIDIA H200 · node-7 · " in page
-    assert " · snip_megatron 9.9 · torch 2.11" in page
-    assert "<dt>tokens a second</dt><dd>1,024</dd>" in page

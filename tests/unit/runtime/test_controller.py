@@ -44,23 +44,6 @@ def test_a_run_that_waits_for_maps_waits_for_kernels() -> None:
     assert (run.script.of("compile"), run.script.submitted, run.script.of("adopt")) == ([2], [(2, 1)], [4])
 
 
-def test_a_replayed_map_waits_for_its_kernels() -> None:
-    kernels = SlowKernels(100)
-    run = Run(Script(schedule={3: a_map(Format.FP4)}), kernels=kernels, replay="recorded")
-    run.steps(0, 3)
-    assert kernels.waited == 0
-    run.steps(3, 4)
-    assert (kernels.waited, run.script.of("adopt")) == (1, [3])
-
-
-def test_an_update_of_a_step_that_megatron_leaves_out_starts_before_the_next_one() -> None:
-    run = Run(Script({1: [ready(1)], 2: [ready(2)]}))
-    run.steps(0, 2)
-    run.steps(4, 9)  # --iterations-to-skip: before step 2 an update is due
-    assert run.script.submitted == [(4, 1), (8, 2)]
-    assert run.script.of("adopt") == [6]
-
-
 def test_a_linear_that_no_gradient_reaches_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     made = table(2)
     made.linear["g2"][-1] = 0.0

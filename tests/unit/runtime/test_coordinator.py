@@ -2,16 +2,14 @@
 
 import dataclasses
 import os
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from dense_names import dense_names
 from scripted_controller import table
 from sidecar_jobs import make_job, wait_until
 
-from snip_megatron.precision import Format, Gemm, PrecisionMap
+from snip_megatron.precision import Gemm
 from snip_megatron.precision.budget import Budget
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
@@ -19,19 +17,6 @@ from snip_megatron.runtime.run_data import read_events
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.times import OptionTimes
-
-
-def test_a_replay_does_not_need_the_recorded_run_while_it_trains(tmp_path: Path) -> None:
-    recorded = PrecisionMap.uniform(dense_names(1), Format.FP4, version=1)
-    with RunDirectory(tmp_path / "recorded", {}, overwrite=False, resume_step=None) as run:
-        run.event(4, "adopt", version=1)
-        run.write("maps", 4, recorded.to_json())
-    config = SnipConfig(enabled=True, replay=str(tmp_path / "recorded"))
-    coordinator = RankZeroCoordinator(config, SolveRequest(), (), None, None)
-    shutil.rmtree(tmp_path / "recorded")
-    assert coordinator.replay == {4: recorded}
-    # The map in force where the replay begins.
-    assert [coordinator.initial_map(step) for step in (3, 4, 9)] == [None, recorded, recorded]
 
 
 def test_a_restart_is_recorded_and_printed_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,17 +27,6 @@ def test_what_is_not_finite_is_no_figure_but_a_sign(number: float) -> None:
     assert report.drain() == StepFigures(1, 1.0, None, broken=True)
 
 
-def test_a_checkpoint_keeps_what_is_on_its_way_and_the_next_run_begins_with_it() -> None:
-    report = StepReport(torch.device("cpu"))
-    report.exchange(4, torch.tensor(2.0), 1.0)
-    kept = report.in_flight()
-    assert kept == report.in_flight() == StepFigures(4, 2.0, 1.0)
-    assert report.exchange(5, torch.tensor(1.0), 1.0) == kept
-    resumed = StepReport(torch.device("cpu"), arrived=kept)
-    assert resumed.exchange(5, torch.tensor(1.0), 1.0) == kept
-    assert resumed.drain() == StepFigures(5, 1.0, 1.0)
-
-
 def test_rank_zeros_figures_travel_with_the_loss_at_the_steps_that_have_some() -> None:
     news = [None, {"step_s": 0.5, "speedup": 1.25, "saved_h": -2.0}, {"step_s": 0.25}, None]
     report = StepReport(torch.device("cpu"), news=lambda: news.pop(0))

@@ -11,7 +11,7 @@ from scripted_controller import Answer, Run, Script, ready
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import StepFigures
-from snip_megatron.runtime.guard import Alarm, Guard, predicted_loss
+from snip_megatron.runtime.guard import Alarm, Guard
 from snip_megatron.runtime.state import ControllerState
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -109,12 +109,6 @@ def test_the_bar_is_never_above_the_map_that_failed(objective: float) -> None:
     guard = Guard(SETTINGS)
     guard.taken_back(a_map(objective=objective))
     assert guard.refuses(a_map(objective=objective + 1e-6 + abs(objective) * 1e-6)) is not None
-
-
-def test_predicted_losses_are_those_of_a_whole_run() -> None:
-    """The objective of a plan's map depends on its phase."""
-    assert predicted_loss(replace(a_map(objective=7.0), budget="loss", loss=0.5, target=0.6)) == 0.5
-    assert predicted_loss(a_map(objective=7.0)) == 7.0
 
 
 def test_a_guard_that_a_resumed_run_switches_off_neither_takes_back_nor_refuses() -> None:

@@ -88,12 +88,6 @@ def largest(sequences: int, whole: float, holes: float = 0.0) -> float:
     ).part
 
 
-def test_a_probe_takes_the_largest_part_that_fits() -> None:
-    for free, part in ((16.0, 1.0), (15.9, 0.5), (4.0, 0.25), (2.0, 0.125), (1.9, 0.0)):
-        assert largest(8, free) == part
-    assert largest(6, 10.0) == 0.5  # six sequences: in equal parts
-
-
 def test_holes_hold_what_a_training_pass_had_in_them_and_nothing_else() -> None:
     for holes, part in ((4.0, 0.5), (8.0, 1.0), (1000.0, 1.0)):
         assert largest(8, 8.0, holes) == part

@@ -114,12 +114,6 @@ def test_a_map_above_the_bound_is_solved_again_across_a_resume(
     assert tables == [8.0, pytest.approx(8.0 * second / 1.9e-3, rel=1e-3)]
 
 
-def test_a_map_within_the_bound_is_adopted_whatever_was_predicted() -> None:
-    run = Run(Script({1: [(candidate(Format.FP4, 1e-5),)]}), **BOUNDED)
-    run.steps(0, 5, measure=Measured(fp4=2.1e-3))  # within two errors
-    assert run.script.of("adopt") == [4]
-
-
 def test_a_failure_of_its_forwards_drops_the_update() -> None:
     run = Run(Script({1: [(candidate(Format.FP4, 1e-3),)]}))
     run.steps(0, 5, measure=Measured(fp4=Unmeasured("rank 1 on there, rise: RuntimeError: none", {"part": "rise"})))
@@ -150,20 +144,8 @@ def test_the_rule_at_the_same_share_is_a_second_candidate() -> None:
     assert len(solve_job(paper).candidates) == 1
 
 
-def test_a_corrected_table_predicts_more() -> None:
-    job = make_job()
-    corrected = replace(job, table=replace(job.table, meta={"correction": 3.0}))
-    (plain,), (scaled,) = solve_job(job).candidates, solve_job(corrected).candidates
-    assert scaled.predicted == pytest.approx(3.0 * plain.predicted)
-
-
 @pytest.mark.parametrize(
     ("sequences", "tokens", "enough"), [(8, 2048, 4), (8, 1024, 8), (16, 8192, 1), (6, 4096, 3), (1, 32768, 1)]
 )
 def test_a_rank_measures_on_few_tokens(sequences: int, tokens: int, enough: int) -> None:
     assert enough_sequences(sequences, tokens) == enough
-
-
-def test_the_line_of_a_loop_that_gives_one_loss_names_no_tokens() -> None:
-    comparison = Comparison((Candidate(a_map(Format.FP8), "snip", 0.25),), (Rise.of(1, 0.5, 0.25),), None)
-    assert comparison.line(0) == "raises the loss by 0.5 nats, predicted 0.25"

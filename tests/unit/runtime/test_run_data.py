@@ -6,11 +6,8 @@ from pathlib import Path
 import pytest
 import synthetic_run
 
-from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.run_data import load_run
 from snip_megatron.runtime.run_directory import RunDirectory
-
-FC1 = "decoder.layers.0.mlp.linear_fc1"
 
 
 def open_run(path: Path) -> RunDirectory:
@@ -40,16 +37,6 @@ def test_updates_carry_their_times(whole_run):
         assert update.wait_s == pytest.approx(0.9 + 0.7 + 0.12 + 0.002 + 0.0 + 0.004)
         assert update.status == "optimal"
     assert updates[0].changed == len(synthetic_run.LINEARS) * 3
-
-
-def test_a_guard_goes_back_to_an_earlier_map(tmp_path):
-    with open_run(tmp_path) as run:
-        for step, version in ((5, 1), (9, 2), (12, 1)):
-            made = PrecisionMap.uniform([FC1], Format.FP4 if version == 1 else Format.FP8, version=version)
-            run.write("maps", step, made.to_json())
-            run.event(step, "adopt", version=version)
-    adoptions = load_run(tmp_path).adoptions
-    assert [a.precision_map.choices[f"{FC1}:fprop"] for a in adoptions] == [Format.FP4, Format.FP8, Format.FP4]
 
 
 def test_scores_are_found_by_version(tmp_path):
@@ -99,13 +86,3 @@ def test_outcomes_that_are_no_adoption(tmp_path):
     assert (failed.status, failed.postponed, failed.adopted_step) == ("failed: infeasible", 2, None)
     assert (dropped.status, dropped.version, dropped.probes_s) == ("dropped: not finite", None, 0.2)
     assert [e["event"] for e in load_run(tmp_path).faults] == ["solve_failed", "dropped"]  # a late answer is none
-
-
-def test_broken_files_are_listed_not_fatal(tmp_path):
-    synthetic_run.write_run(tmp_path / "run", steps=40)
-    (tmp_path / "run" / "maps" / "step_15.json").write_text("{")
-    (tmp_path / "run" / "scores" / "step_30.json").write_text("[]")
-    run = load_run(tmp_path / "run")
-    assert len(run.unreadable) == 2
-    assert run.adoptions[0].precision_map is None
-    assert run.adoptions[1].scores is None

@@ -101,14 +101,6 @@ def test_the_end_of_a_run_waits_a_bounded_time(tmp_path, monkeypatch, capsys):
     assert reports == []
 
 
-def test_the_end_of_a_run_follows_its_last_record(tmp_path):
-    seen: list[int] = []
-    run = new_run(tmp_path)
-    run.metric(0, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
-    run.close(lambda path: seen.extend(record["step"] for record in read_metrics(path)))
-    assert seen == [0]
-
-
 def mounted(folder: Path, *options: str) -> None:
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(folder)], capture_output=True)
     if done.returncode:

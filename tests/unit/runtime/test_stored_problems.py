@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sensitivity.synthetic import SHAPES, make_table
 
-from snip_megatron.precision import DENSE_LAYER, Format, PrecisionMap
+from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.run_directory import RunDirectory
@@ -66,24 +66,6 @@ def test_nothing_changed_is_the_stored_problem(share: Path, timed: Path) -> None
     for run in (share, timed):
         for step in STEPS:
             assert rebuild(stored(run, step), {}, None) == stored(run, step).problem()
-
-
-def test_times_of_experts_outside_of_the_map_are_not_predicted(tmp_path: Path) -> None:
-    request = SolveRequest(budget=Budget("fp4", 0.3), unquantised_stage_flops={0: 1e12, 1: 1e12})
-    run = write_run(tmp_path / "experts", request)
-    change = {"formats": TIMED}
-    with pytest.raises(SnipError, match="times of its linears that stay bf16 are not predicted"):
-        rebuild(stored(run), change, Budget("speedup", 1.4))
-    assert rebuild(stored(run), {}, Budget("fp4", 0.2)).budget.value == 0.2
-
-
-def test_maps_by_time_say_their_share_of_flops(timed: Path) -> None:
-    names = [row.name for row in stored(timed).table().linears]
-    half = PrecisionMap({name: Format.FP4 if ".mlp." in name else Format.FP8 for name in names}, budget="speedup")
-    n_k = {kind: n * k for kind, (n, k) in SHAPES.items()}
-    expected = (n_k["mlp.linear_fc1"] + n_k["mlp.linear_fc2"]) / sum(n_k.values())
-    assert stored(timed).with_fp4_share(half).fp4_share == pytest.approx(expected)
-    assert stored(timed).with_fp4_share(PrecisionMap(half.choices)).fp4_share is None
 
 
 def test_a_run_that_did_not_record_its_request(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from snip_megatron.sensitivity.policies import (
     FIXED,
     LATE,
     POLICIES,
-    UNSOLVED,
     divergences,
     fixed_map,
     formats_of,
@@ -83,13 +82,6 @@ def test_rules_protect_ends_the_last_blocks_and_kinds() -> None:
     assert fc2 > proj > fc1 == qkv == 0.0
 
 
-def test_fixed_policies_choose_nothing() -> None:
-    for policy in UNSOLVED:
-        with pytest.raises(SnipError, match=f"{policy} fixes the map"):
-            scores_of(make_table(), policy=policy)
-    assert fixed_map("snip", NAMES) is None
-
-
 def test_the_last_matching_pin_wins() -> None:
     pins = (("*", "bf16"), ("*linear_fc2", "fp8"), ("*:wgrad", "fp4"))
     fixed = pinned_formats(NAMES, pins)
@@ -122,14 +114,6 @@ def test_paper_sums_normalised_terms() -> None:
     assert q[:, :, 1].sum() == pytest.approx(2.0)
     rescaled = combine(SolveRequest(q="paper"), 7 * LOSS, 0.01 * WEIGHT)
     np.testing.assert_allclose(rescaled, q)
-
-
-@pytest.mark.parametrize("rule", ["split", "paper"])
-def test_without_weight_divergence_the_loss_decides_alone(rule: str) -> None:
-    q = combine(SolveRequest(q=rule), LOSS, np.zeros_like(LOSS))
-    np.testing.assert_array_equal(np.argsort(q[:, 0, 1]), np.argsort(LOSS[:, 0, 1]))
-    assert not q[:, 1:].any()
-    assert np.isfinite(combine(SolveRequest(q=rule), 0 * LOSS, 0 * LOSS)).all()
 
 
 DENSE = dense_names(20)

@@ -16,7 +16,7 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.policies import POLICIES, UNSOLVED
-from snip_megatron.sensitivity.problem import check_reachable, list_options, monotone
+from snip_megatron.sensitivity.problem import check_reachable, list_options
 from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.solver import Spent, solve
@@ -173,12 +173,6 @@ def test_a_table_with_a_nan_drops_the_update() -> None:
         build_problem(broken, SolveRequest())
 
 
-def test_fewer_bits_are_never_better() -> None:
-    scores = np.array([[3.0, 0.0, 1.0], [1.0, -2.0, 2.0], [2.0, 0.0, -5.0]])
-    projected = monotone(scores, ("fp8", "bf16", "fp4"))
-    assert projected.tolist() == [[3.0, 0.0, 3.0], [1.0, -2.0, 2.0], [2.0, 0.0, 2.0]]
-
-
 FORMATS = ("mxfp8", "nvfp4_46", "nvfp4_hadamard", "nvfp4")
 
 
@@ -233,10 +227,6 @@ def phased_problem(**changes: Any) -> Problem:
     return build_problem(make_table(layers=2, stages=2), replace(REQUEST, **changes))[0]
 
 
-def lowest_losses(item: Item) -> tuple[float, ...]:
-    return item.choices[-1].losses
-
-
 def test_losses_by_gemm_and_phase() -> None:
     table = make_table(layers=2, stages=2)
     static, scores = build_problem(table, replace(REQUEST, phases=None))
@@ -259,16 +249,3 @@ def test_budget_spent_and_what_keeps_its_format() -> None:
     assert {item.keeps for item in problem.items if item.id.endswith(":fprop")} == {()}
     assert {item.keeps for item in problem.items if not item.id.endswith(":fprop")} == {(2,)}
     assert phased_problem(phases=replace(PHASES, spent_steps=0)).spent is None
-
-
-def test_a_linear_stands_by_the_part_of_its_fprop() -> None:
-    """At granularity layer the three GEMMs of a linear share a format and add up their lowest_losses."""
-    table = make_table(layers=2, stages=2)
-    request = replace(REQUEST, granularity="layer", phases=replace(PHASES, change=(None, None, None)))
-    whole = build_problem(table, request)[0]
-    single = build_problem(table, replace(request, granularity="gemm"))[0]
-    for item in whole.items:
-        gemms = [lowest_losses(other) for other in single.items if other.id.startswith(f"{item.id}:")]
-        assert lowest_losses(item) == pytest.approx(
-            [sum(p) for p in zip(*gemms, strict=True)], rel=5e-3
-        )  # 4 digits each

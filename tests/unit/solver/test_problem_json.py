@@ -153,25 +153,17 @@ BAD_VALUES = [
     ("schema", "snip.problem/3", '"snip.problem/1" or "snip.problem/2"'),
     ("budget", [], "object"),
     ("budget.target", 1.0000001, "between 0 and 1"),
-    ("budget.target", "0.5", "number"),
     ("budget.target", float("nan"), "nan"),
     ("budget.stage_tolerance", -0.1, "null or a share"),
     ("budget.fixed_cost", {"0": 1.0}, "no meaning beside target"),
     ("items[1].joint", {"x": {"fp8": 1.0}}, "id of another item of the same stage"),
     ("items[1].joint", {"decoder.layers.0.mlp.linear_fc1:fprop": {"fp8": -1.0}}, "from 0 to 1e+18"),
     ("items[1].pin", "bf16", "not among the item's choices"),
-    ("items", [], "at least one item"),
-    ("items[1].id", "", "non-empty"),
     ("items[1].id", "decoder.layers.0.mlp.linear_fc1:fprop", "also the id of items[0]"),
-    ("items[1].stage", -1, "stage number"),
     ("items[1].cost", 1.1e18, "from 0 to 1e+18"),
-    ("items[1].cost", float("nan"), "finite"),
-    ("items[1].choices", [], "at least one choice"),
     ("items[1].choices[0].format", "fp5", "'fp5' is not one of bf16"),
     ("items[1].choices[1].format", "fp8", "twice"),
-    ("items[1].choices[0].loss", float("nan"), "finite"),
     ("items[1].choices[0].saving", 1.1e12, "item's cost"),
-    ("items[1].choices[0].saving", -2e18, "finite number"),
 ]
 
 
@@ -185,9 +177,7 @@ def test_a_bad_value_is_named(path: str, value: Any, words: str) -> None:
 PHASED = [
     ("phases", [], "phases: must hold 1 to 64 phases, got 0"),
     ("phases[1].steps", 0, "phases[1].steps: must be a number of steps, 1 or more"),
-    ("phases[1].target", 1.5, "phases[1].target: must be a share from 0 to 1, got 1.5"),
     ("budget", {"loss": 1.5}, "phases[1].target: has no meaning beside loss"),
-    ("budget", {"speedup": 1.5}, "phases[1].target: must be a factor from 1 to 1e+06, got 0.7"),
     ("spent.achieved", 1.5, "spent.achieved: must be a share from 0 to 1, got 1.5"),
     ("items[0].keeps", [0], "items[0].keeps: must hold distinct indices"),
     ("items[0].choices[1].losses", [1.0], "items[0].choices[1].losses: must hold 2 numbers"),
@@ -211,14 +201,11 @@ def test_a_loss_budget_takes_nothing_spent_and_a_speedup_above_zero() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "JSON"),
         ("nothing", "must start with"),
-        ('{"a": 1, "a": 2}', "'a' stands twice"),
         ('{"a":' * 100_000, "nested too deeply"),
         (b'{"a": "\xff"}', "not UTF-8 text (byte 7)"),
         ('{"a": ' + "9" * 5000 + "}", "digits"),
         ('{"budget": {"traget": 1}, "schema": "snip.problem/1"}', "budget.traget: unknown field"),
-        ("{}", "schema: missing"),
     ],
 )
 def test_other_texts(text: str | bytes, words: str) -> None:
@@ -232,7 +219,6 @@ def test_other_texts(text: str | bytes, words: str) -> None:
         ({"speedup": 1.5, "loss": 1.0}, "budget: must have exactly one of target, speedup, loss, has speedup and loss"),
         ({"loss": 0.1, "stage_tolerance": 0.02}, "budget.stage_tolerance: has no meaning beside loss"),
         ({"speedup": 1.2, "fixed_cost": {"0": -1.0}}, "budget.fixed_cost.0: must be a finite number from 0"),
-        ({"speedup": 1.2, "fixed_cost": {"a": 1.0}}, "budget.fixed_cost: 'a' is not a stage number"),
     ],
 )
 def test_budgets_of_time(budget: dict[str, Any], words: str) -> None:

@@ -16,7 +16,6 @@ from refusal import refusal
 from snip_command import refused, snip
 
 from snip_megatron.layers.registry import load_map
-from snip_megatron.numerics.products.transformer_engine import factory_source
 from snip_megatron.precision import DENSE_LAYER, Format, Formats, Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.precision.recipes import RECIPES, collapse
 from snip_megatron.runtime.run_directory import RunDirectory
@@ -161,10 +160,7 @@ def test_a_run_gives_the_map_that_it_adopted_last(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--pp", "3"], "4 layers do not divide over 3 stages"),
-        (["--pp", "0"], "--pp 0"),
         (["--pp", "2", "--layers", "1,2"], "3 layers in all, the map has 4"),
-        (["--pp", "2", "--layers", "4"], "names 1 stages, the pipeline has 2"),
-        (["--pp", "2", "--layers", "1,x"], "--layers 1,x"),
         (["--format", "onnx"], "onnx"),
     ],
 )
@@ -174,16 +170,6 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, arguments: list[str
     command_line = ("export", "--format", "megatron", source, "--out", tmp_path / "out", *arguments)
     assert words in refused(*command_line)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"schema": "snip.map/1", "choices": {}}'])
-def test_sources_that_are_no_map(tmp_path: Path, text: str) -> None:
-    source, command = tmp_path / "map.json", ("export", "--format", "megatron", "--out", tmp_path / "out")
-    source.write_text(text)
-    assert str(source) in refused(*command, source)
-    source.write_text(PrecisionMap({"decoder.layers.1.mlp.linear_fc1": Format.FP8}).to_json())
-    assert "says nothing about decoder layer 0" in refused(*command, source)
-    assert "not a run directory" in refused(*command, tmp_path)
 
 
 # -- --format te -----------------------------------------------------------------------------------------------
@@ -204,10 +190,3 @@ def test_maps_without_a_quantizer_are_refused(choices: dict[str, Format], messag
     source.write_text(PrecisionMap(choices).to_json())
     assert message in refused("export", "--format", "te", source, "--out", tmp_path / "recipe")
     assert not (tmp_path / "recipe").exists()
-
-
-def test_any_path_of_a_map_gives_a_module() -> None:
-    formats = {LinearId.parse(name): (Format.FP8,) * 3 for name in dense_names(2)}
-    text = factory_source(formats, 'a\n"""b\\@FORMATS@é')
-    compile(text, "module", "exec")
-    assert text.count(f'{FC1}":') == 1

@@ -43,18 +43,6 @@ def test_torchrun_knows_the_arguments() -> None:
     assert ("--signals-to-handle" in command) == ("--signals-to-handle" in parser.format_help())
 
 
-def test_variables_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NCCL_DEBUG", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
-        monkeypatch.delenv(name, raising=False)
-    variables = torchrun.environment(8, cpu=False)
-    assert variables["NCCL_DEBUG"] == "WARN"
-    assert int(variables["OMP_NUM_THREADS"]) >= 1
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    variables = torchrun.environment(8, cpu=True)
-    assert "NCCL_DEBUG" not in variables
-    assert variables["CUDA_VISIBLE_DEVICES"] == ""
-
-
 def test_a_node_without_enough_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -89,8 +77,8 @@ print(supervise([sys.executable, "-c", sys.argv[1]], {"ADDED": "1"}), flush=True
 
 @pytest.mark.parametrize(
     ("number", "early"),
-    [(signal.SIGUSR1, True), (signal.SIGTERM, False), (signal.SIGHUP, False)],
-    ids=["usr1-before-the-ranks-are-ready", "term", "terminal-closed"],
+    [(signal.SIGUSR1, True), (signal.SIGTERM, False)],
+    ids=["usr1-before-the-ranks-are-ready", "term"],
 )
 def test_a_signal_to_all_processes_ends_the_ranks_only(number: signal.Signals, early: bool) -> None:
     """As schedulers send it: to the whole group. The launcher and the rank's helper are not to die of SIGUSR1."""
@@ -175,14 +163,6 @@ def test_a_node_ends_at_once_when_another_has_failed(tmp_path: Path, capfd: pyte
     waiting = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
     assert torchrun.supervise([sys.executable, "-c", waiting], {}, failed) == (17, "SIGTERM")
     assert f"snip launch: another node failed ({failed})" in capfd.readouterr().out
-
-
-def test_each_start_of_a_step_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    assert torchrun.failure_file(Path("c")) is None
-    for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_RESTART_COUNT", "2"), ("SLURM_STEP_ID", "1")):
-        monkeypatch.setenv(name, value)
-    assert torchrun.failure_file(Path("c")) == Path("c/failed-7.2.1")
 
 
 def test_the_address_on_the_route_to_the_rendezvous() -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from snip_command import refused
 
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.tools import trial
@@ -71,13 +70,6 @@ def test_verdict(times: tuple[float, float | None, float], chosen: Map, sentence
     assert trial.verdict(measured(*times), chosen).startswith(sentence)
 
 
-def test_hours_that_remain_and_times_of_a_cpu() -> None:
-    said = trial.verdict(measured(400.0, 320.0, 300.0), QUICK)
-    assert said.endswith("job of 100,000 steps in bf16, 75 remain (80 in Megatron's tensorwise FP8).")
-    said = trial.verdict(measured(400.0, None, 900.0, CPU), QUICK)
-    assert said.startswith("Not judged: this machine has no GPU.")
-
-
 def test_the_table_has_a_row_for_each_run_and_the_result_their_figures() -> None:
     times = measured(400.0, 320.0, 300.0)
     failed = replace(times, runs=(times.runs[0], Run("fp8", [], error="boom"), times.runs[2]))
@@ -116,8 +108,3 @@ def test_a_run_that_fails_or_stops_early_says_why(tmp_path: Path, monkeypatch: p
         run = Run("bf16", [])
         assert trial.train(run, measured(1.0, None, 1.0, CPU), tmp_path / "log") is None
         assert run.error == error
-
-
-def test_refusals() -> None:
-    assert refused("trial", "--steps", 5, "--", "--lr", 1).startswith("--steps 5: must be at least 18")
-    assert refused("trial").startswith("give the Megatron arguments of the job after --")

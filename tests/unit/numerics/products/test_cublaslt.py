@@ -87,14 +87,6 @@ def test_numbers_are_those_of_the_header() -> None:
     assert {dtype: int(types[name]) for dtype, name in names.items()} == cublaslt._TYPES
 
 
-def test_no_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublaslt, "_LIBRARY", "libno_such_library.so.{major}")
-    assert cublaslt.cublaslt.__wrapped__() is None
-    monkeypatch.undo()
-    monkeypatch.setattr(cublaslt, "_FIRST_VERSION", 10**9)
-    assert cublaslt.cublaslt.__wrapped__() is None
-
-
 def test_a_table_holds_for_its_library_and_device_only(tmp_path: Path) -> None:
     path = tmp_path / "proposals.json"
     rows = [{"a_rows": 8192, "b_rows": 4096, "depth": 14336, "choice": 5, "gain": 1.1}]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.numerics.products import deepgemm
-from snip_megatron.numerics.products.deepgemm import DeepGemm, difference
+from snip_megatron.numerics.products.deepgemm import DeepGemm
 from snip_megatron.numerics.quantize import operands
 from snip_megatron.numerics.quantize.kernels.launch import list_launches
 from snip_megatron.numerics.quantize.operands import Operand, OperandSpec
@@ -88,18 +88,6 @@ def test_the_library_that_is_faster_for_a_size_multiplies_it(
     assert len(timed) == 3 * 6
 
 
-def test_the_check_times_the_products_of_all_linears() -> None:
-    sizes: list[tuple[int, ...]] = []
-
-    def gemm(a: Pair, b: Pair, d: Tensor, **options: Any) -> None:
-        sizes.append((*d.shape, a[0].shape[1]))
-        fp8_gemm_nt(a, b, d, **options)
-
-    backend = hopper(library=EmulatedCublasLt(), deepgemm=DeepGemm(gemm, lambda call: 1.0))
-    assert backend.check("cpu", [Format.FP8], [(64, 48, 256), (64, 512, 128)]) is None
-    assert {(64, 48, 256), (64, 256, 128), (64, 512, 128), (64, 128, 512)} < set(sizes)
-
-
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
 def test_another_result_than_cublas_is_not_trusted(wrong: float) -> None:
     library: Any = EmulatedCublasLt(wrong=wrong)
@@ -114,14 +102,6 @@ def test_another_result_than_cublas_is_not_trusted(wrong: float) -> None:
     assert torch.equal(
         backend.multiply(Gemm.FPROP, a, b, torch.bfloat16), hopper().multiply(Gemm.FPROP, a, b, torch.bfloat16) + wrong
     )
-
-
-def test_a_library_that_fails_is_not_trusted() -> None:
-    def broken(*args: Any, **options: Any) -> None:
-        raise RuntimeError("dim == 2\nor dim == 3")
-
-    fault = difference(DeepGemm(broken), EmulatedCublasLt(), "cpu")
-    assert "fails: RuntimeError: dim == 2 or dim == 3" in fault
 
 
 @pytest.mark.parametrize(
@@ -144,14 +124,3 @@ def test_an_installation_that_does_not_load_is_passed_over(
     found, products = deepgemm.deepgemm()
     assert found is None
     assert f"DeepGEMM cannot be imported ({said})" in products
-
-
-def test_a_slower_library_is_not_called_wrong() -> None:
-    """The check compares a product of a size that a training may have timed."""
-    library: Any = EmulatedCublasLt()
-    seconds = iter((2.0, 1.0) * 3)
-    slower = DeepGemm(fp8_gemm_nt, lambda call: next(seconds))
-    x = matrix(256, 256)
-    a, b = operand(x, Format.FP8), operand(x, Format.FP8, weight=True)
-    assert slower.multiply(a, b, torch.bfloat16, library) is None
-    assert difference(slower, library, "cpu") is None
