@@ -10,11 +10,12 @@ from snip_megatron.timing.cost_model import load_cost_model
 
 @pytest.mark.parametrize(
     "name",
-    ["1b_h200_2026-11-22", "1b_h200_2026-11-23", "8b-blocks_h200_2026-11-23", "8b-blocks-4k-tp2_2xh200_2026-11-25",
-     "8b-blocks-4k-dp2_2xh200_2026-11-22", "8b-blocks-4k-pp2_2xh200_2026-11-22"],
+    ["job_1b_h200_2026-11-22.json", "job_1b_h200_2026-11-23.json", "job_8b-blocks_h200_2026-11-23.json",
+     "job_8b-blocks-4k-tp2_2xh200_2026-11-25.json", "job_8b-blocks-4k-dp2_2xh200_2026-11-22.json",
+     "job_8b-blocks-4k-pp2_2xh200_2026-11-22.json"],
 )  # fmt: skip
 def test_promised_speedups_of_steps_with_graphs_are_kept_within_5_percent(name: str) -> None:
-    job = json.loads((JOBS / f"job_{name}.json").read_text(encoding="utf-8"))
+    job = json.loads((JOBS / name).read_text(encoding="utf-8"))
     rows = [row for row in rows_of(job, load_cost_model("h200")) if row["graphs"] != "none"]
     assert rows
     assert max(abs(row["speedup"]["error"]) for row in rows) < 0.05
