@@ -31,10 +31,9 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.blame import write_blame_page
 from snip_megatron.runtime.agreement import on_rank_zero
 from snip_megatron.runtime.blame import Place, blame_step
-from snip_megatron.runtime.blame_passes import Job, is_true_on_any
+from snip_megatron.runtime.blame_passes import Job
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.exchange import MapChannel
-from snip_megatron.runtime.gemm_check import objects_of_ranks
+from snip_megatron.runtime.exchange import MapChannel, is_true_on_any, objects_of_ranks
 from snip_megatron.runtime.guard import Alarm
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.storage import write_atomically

@@ -23,7 +23,8 @@ from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
 from snip_megatron.numerics.products.backend import matrix
 from snip_megatron.precision import Gemm
-from snip_megatron.runtime.gemm_check import KernelCheck, LocalFault, difference, rank
+from snip_megatron.runtime.exchange import rank
+from snip_megatron.runtime.gemm_check import KernelCheck, LocalFault, difference
 from snip_megatron.runtime.watched import of_ranks
 from snip_megatron.sensitivity.blame import Fault
 from snip_megatron.sensitivity.reduction import ProbeGroups

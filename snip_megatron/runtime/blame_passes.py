@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from snip_megatron.layers.context import LinearHandle, Override, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import Formats, Gemm, PrecisionMap
 from snip_megatron.runtime.exact_products import EXACT, ExactBackend
+from snip_megatron.runtime.exchange import all_reduced, is_true_on_any
 from snip_megatron.runtime.gemm_check import BOUND
 from snip_megatron.runtime.host import Host, HostStep
 from snip_megatron.runtime.watched import Product, Watcher, watched
@@ -166,11 +166,9 @@ class Passes:
         )
         self.tokens = tokens
         loss = total / tokens if tokens else math.nan
-        unfinished = sum(float(not torch.isfinite(each.sum(dtype=torch.float64))) for each in result.gradients)
-        broken = torch.tensor([unfinished], dtype=torch.float64, device=self.host.device)
-        if dist.is_initialized():
-            dist.all_reduce(broken)
-        return PassFigures(loss if math.isfinite(loss) else None, math.isfinite(loss) and not float(broken))
+        unfinished = any(not torch.isfinite(each.sum(dtype=torch.float64)) for each in result.gradients)
+        broken = self.on_any_rank(unfinished)
+        return PassFigures(loss if math.isfinite(loss) else None, math.isfinite(loss) and not broken)
 
     def rise(self, losses: Losses, plain: Losses) -> Rise:
         """Return by how much the mean loss of a token is above that of ``plain``."""
@@ -192,9 +190,7 @@ class Passes:
         for handle, g, exact in zip(self.registry, gradients, plain, strict=True):
             if not handle.repeats:
                 sums += torch.stack(((g - exact).square().sum(), exact.square().sum())).double()
-        if dist.is_initialized():
-            dist.all_reduce(sums)
-        error, norm = sums.tolist()
+        error, norm = all_reduced(sums).tolist()
         return error / norm if norm else 0.0
 
     def _sum(self, rows: Sequence[torch.Tensor], width: int) -> list[float]:
@@ -202,21 +198,11 @@ class Passes:
         sums = torch.zeros(width, dtype=torch.float64, device=self.host.device)
         for row in rows if self.host.groups.tp_rank == 0 else ():
             sums += row
-        if dist.is_initialized():
-            dist.all_reduce(sums)
-        return list(sums.tolist())
+        return list(all_reduced(sums).tolist())
 
     def _healthy_rise(self) -> float:
         fprops = [self.job.formats.format_of(name, Gemm.FPROP).bits for name in self.registry.names]
         return sum(HEALTHY_RISE[bits] for bits in fprops) / len(fprops)
-
-
-def is_true_on_any(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether ``flag`` is true on a rank of a group, by default on one of all. Collective."""
-    flags = torch.tensor(int(flag), dtype=torch.int32, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-    return bool(flags.item())
 
 
 class TimedWatcher(Watcher):

@@ -1,4 +1,4 @@
-"""What ranks exchange: values of rank 0, the figures of a step, and votes on the parts of an update.
+"""What ranks exchange: flags and objects, values of rank 0, the figures of a step, votes on the parts of an update.
 
 The step report is needed because under pipeline parallelism only the last stage has the loss, while rank 0 writes the
 metrics (docs/how-it-works.md, rules of a run: 6).
@@ -28,6 +28,36 @@ _ATTEMPTS = 3
 _MESSAGE = 500  # characters of an exception's message
 
 
+# -- collectives, which a process alone does without ---------------------------------------------------------------
+def rank() -> int:
+    """Return this process's rank."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def all_reduced(
+    x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Reduce a tensor over the ranks of a group, by default all, in place, and return it. Collective."""
+    if dist.is_initialized():
+        dist.all_reduce(x, op, group)
+    return x
+
+
+def is_true_on_any(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether ``flag`` is true on a rank of a group, by default on one of all. Collective."""
+    return bool(all_reduced(torch.tensor(int(flag), dtype=torch.int32, device=device), dist.ReduceOp.MAX, group).item())
+
+
+def objects_of_ranks[T](local: T) -> list[T]:
+    """Return a picklable object of every rank. Collective."""
+    objects = [local]
+    if dist.is_initialized():
+        objects *= dist.get_world_size()
+        dist.all_gather_object(objects, local)
+    return objects
+
+
+# -- values of rank 0 ----------------------------------------------------------------------------------------------
 class MapMismatchError(SnipError):
     """Ranks received different maps in every attempt, so that training must end."""
 
@@ -64,11 +94,7 @@ class MapChannel:
 
     def true_on_all_ranks(self, condition: bool) -> bool:
         """Return whether ``condition`` is true on all ranks."""
-        if not dist.is_initialized():
-            return condition
-        flag = torch.tensor([int(condition)], dtype=torch.int32, device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        return bool(flag.item())
+        return not is_true_on_any(not condition, self._device)
 
     def _broadcast(self, message: bytes) -> bytes:
         size = torch.tensor([len(message)], dtype=torch.int64, device=self._device)
@@ -82,11 +108,11 @@ class MapChannel:
         digest = hashlib.sha256(message + "\0".join(self._names).encode()).digest()
         value = int.from_bytes(digest[:8], "little") >> 2  # its negative must fit into int64 as well
         bounds = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
-        dist.all_reduce(bounds, op=dist.ReduceOp.MIN)
-        low, high = (int(bound) for bound in bounds.cpu())
-        return low == -high
+        low, high = all_reduced(bounds, dist.ReduceOp.MIN).tolist()
+        return bool(low == -high)
 
 
+# -- figures of a step ---------------------------------------------------------------------------------------------
 # Places in the summed tensor, and their number.
 _LOSS, _RANKS, _BROKEN, _ANSWERED, _WAITING, _STEP_S, _SPEEDUP, _SAVED_H, _SUM = range(9)
 _ACCOUNT = ("step_s", "speedup", "saved_h")
@@ -232,10 +258,9 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, part: str, error: BaseException) -> "Failure":
         """Describe an exception of this rank."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
         memory, unsupported = isinstance(error, torch.OutOfMemoryError | MemoryError), isinstance(error, SnipError)
         message, host = " ".join(str(error).split())[:_MESSAGE], socket.gethostname()
-        return cls(part, type(error).__name__, message, rank, host, memory, unsupported)
+        return cls(part, type(error).__name__, message, rank(), host, memory, unsupported)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -316,9 +341,7 @@ class Transaction:
         failure = self._failure
         self._votes[0] = ranks if failure is None else failure.rank
         self._votes[1] = int(failure is not None and failure.unsupported)
-        if dist.is_initialized():
-            dist.all_reduce(self._votes, dist.ReduceOp.MIN)
-        first, everywhere = self._votes.tolist()
+        first, everywhere = all_reduced(self._votes, dist.ReduceOp.MIN).tolist()
         if first == ranks:
             return
         failures = [failure]

@@ -19,6 +19,7 @@ from snip_megatron.layers.context import LinearHandle
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
 from snip_megatron.precision import ALL_BF16, Format, Gemm
 from snip_megatron.runtime.exact_products import ExactBackend
+from snip_megatron.runtime.exchange import all_reduced, objects_of_ranks, rank
 from snip_megatron.runtime.watched import FormatsOf, Product, Watcher, of_ranks
 from snip_megatron.sensitivity.blame import Fault
 
@@ -316,10 +317,9 @@ class RoundingEffects(Watcher):
 
     def reduced(self) -> dict[Key, Effect]:
         """Return the effect of each GEMM, summed over all ranks. Collective."""
-        if dist.is_initialized():
-            dist.all_reduce(self.table)
+        rows = all_reduced(self.table).flatten(0, 1).tolist()
         keys = [(name, gemm.value) for name in self._names for gemm in Gemm]
-        return {key: Effect(*row) for key, row in zip(keys, self.table.flatten(0, 1).tolist(), strict=True)}
+        return {key: Effect(*row) for key, row in zip(keys, rows, strict=True)}
 
     def parts(self, keys: Sequence[Key]) -> list[dict[Part, float]]:
         """Return part → relative squared error of its result, for each linear and GEMM of ``keys``. Collective."""
@@ -330,20 +330,6 @@ class RoundingEffects(Watcher):
                 for part, row in parts.items():
                     total[part] = total[part] + row
         return [{part: float(row[0] / row[1]) if row[1] else 0.0 for part, row in parts.items()} for parts in sums]
-
-
-def rank() -> int:
-    """Return this process's rank."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def objects_of_ranks[T](local: T) -> list[T]:
-    """Return a picklable object of every rank. Collective."""
-    objects = [local]
-    if dist.is_initialized():
-        objects *= dist.get_world_size()
-        dist.all_gather_object(objects, local)
-    return objects
 
 
 def first_of_ranks(local: LocalFault | None) -> tuple[Fault | None, bool]:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.runtime.exchange import all_reduced, rank
 from snip_megatron.runtime.host import Host, Unmeasured
 from snip_megatron.sensitivity.probe_memory import LinearRows, ProbedShapes
+from snip_megatron.sensitivity.reduction import group_size
 
 _GIB = 2.0**30
 _SHARED_POOL = (0, 0)  # of torch's allocator; every other pool belongs to graphs
@@ -175,18 +176,15 @@ def fitting_on_all(fit: Fit, device: torch.device) -> float | Unmeasured:
 
     ``device`` is the device of the collective.
     """
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    rows = torch.zeros(ranks, 5, dtype=torch.float64, device=device)
-    rows[rank] = torch.tensor(fit, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(rows)
-    smallest, fitting_part, of_whole, of_smallest, free = rows.cpu().unbind(1)
+    rows = torch.zeros(group_size(None), len(fit), dtype=torch.float64, device=device)
+    rows[rank()] = torch.tensor(fit, dtype=torch.float64)
+    smallest, fitting_part, of_whole, of_smallest, free = all_reduced(rows).cpu().unbind(1)
     can_cut = bool((smallest == smallest[0]).all())  # on all ranks
     part = float(fitting_part.min()) if can_cut or bool((fitting_part == 1.0).all()) else 0.0
     if part > 0.0:
         return part
     least = of_smallest if can_cut else of_whole
-    rank = int((least - free).argmax())
-    need, has = float(least[rank]), float(free[rank])
-    reason = f"not enough memory: rank {rank} has {has / _GIB:.2f} GiB free, a probe may take {need / _GIB:.2f} GiB"
-    return Unmeasured(reason, {"rank": rank, "needed_bytes": need, "free_bytes": has})
+    tightest = int((least - free).argmax())
+    need, has = float(least[tightest]), float(free[tightest])
+    reason = f"not enough memory: rank {tightest} has {has / _GIB:.2f} GiB free, a probe may take {need / _GIB:.2f} GiB"
+    return Unmeasured(reason, {"rank": tightest, "needed_bytes": need, "free_bytes": has})

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from snip_megatron.layers.context import LinearHandle, Override
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import ALL_BF16, Format, Formats, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.exchange import Transaction
+from snip_megatron.runtime.exchange import Transaction, all_reduced
 from snip_megatron.runtime.host import Host, HostStep, Unmeasured
 from snip_megatron.runtime.solving import Candidate
 from snip_megatron.sensitivity.policies import in_nats
@@ -187,9 +186,7 @@ def measure_rises(
             if of_map not in forwards:
                 forwards[of_map] = forward(of_linears)
         update.together("rise", add)
-    if dist.is_initialized():
-        dist.all_reduce(sums)
-    tokens, *of_maps = sums.tolist()
+    tokens, *of_maps = all_reduced(sums).tolist()
     if not tokens or not all(map(math.isfinite, of_maps)):
         what = "the loss under a map is not finite" if tokens else "the loss leaves out all tokens"
         return Unmeasured(f"rise: {what}", {"part": "rise"})
