@@ -23,6 +23,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -53,27 +54,25 @@ _NOISE_SIZE = 0.03
 _SIGNS, _NOISE = 1, 2  # streams of random numbers derived from --snip-seed
 
 
+@dataclass(eq=False)
 class ProbeRunner:
     """Runs the passes of an update. All ranks call its methods at the same step.
 
-    Args:
+    Attributes:
         host: The host of the run.
         registry: The converted linears of this rank.
         config: The configuration of the run.
         weighs_updates: Whether the policy needs the noise pass and weight divergence.
-
-    Attributes:
         has_trained: Whether this process has trained a step, so that its peak memory predicts that of a pass.
         first_peak: Bytes that the first pass of the training took.
     """
 
-    def __init__(self, host: Host, registry: LinearRegistry, config: SnipConfig, *, weighs_updates: bool) -> None:
-        self._host = host
-        self._registry = registry
-        self._config = config
-        self._weighs_updates = weighs_updates
-        self.has_trained = False
-        self.first_peak = 0.0
+    host: Host
+    registry: LinearRegistry
+    config: SnipConfig
+    weighs_updates: bool
+    has_trained: bool = False
+    first_peak: float = 0.0
 
     def first_pass[T](self, run: Callable[[], T]) -> T:
         """Run a pass of the first training step, and measure what memory it takes.
@@ -81,7 +80,7 @@ class ProbeRunner:
         The optimizer allocates its state after it. Under CUDA graphs no later pass is as large, so that the peak of the
         process tells too little: it counts a pass beside less than what is allocated later.
         """
-        device = self._host.device
+        device = self.host.device
         if device.type != "cuda":
             return run()
         before = torch.cuda.memory_allocated(device)
@@ -91,8 +90,8 @@ class ProbeRunner:
 
     def check_optimizer(self, step: HostStep) -> None:
         """Raise SnipError if updates need the optimizer's next update of a parameter, and it is not known."""
-        if self._weighs_updates and self._config.updates:
-            weights = [handle.weight for handle in self._registry] + [sink.weight for sink in self._host.local_sinks]
+        if self.weighs_updates and self.config.updates:
+            weights = [handle.weight for handle in self.registry] + [sink.weight for sink in self.host.local_sinks]
             for weight in weights:
                 step.update_of(weight)
 
@@ -130,17 +129,17 @@ class ProbeRunner:
         in :meth:`measure`.
         """
         sequences = step.sequences if most is None else min(most, step.sequences)
-        sequences = enough_sequences(sequences, (self._host.tokens or 0) // step.sequences)
+        sequences = enough_sequences(sequences, (self.host.tokens or 0) // step.sequences)
 
         def work(update: Transaction) -> list[Rise] | Unmeasured:
             update.sequences = sequences
-            return measure_rises(maps, self._host, self._registry, step, self._microbatches(step), sequences, update)
+            return measure_rises(maps, self.host, self.registry, step, self._microbatches(step), sequences, update)
 
         return self._transact(step, work)
 
     def _transact[T](self, step: HostStep, work: Callable[[Transaction], T | Unmeasured]) -> T | Unmeasured:
         """Return the result of ``work`` in a transaction, or why all ranks drop the update. Collective."""
-        update = Transaction(self._host.device)
+        update = Transaction(self.host.device)
         try:
             return work(update)
         except UpdateDroppedError as dropped:
@@ -161,7 +160,7 @@ class ProbeRunner:
         many. If one rank has no memory for one sequence, the result says so.
         """
         sequences, fit = update.together("memory", self.check_memory, step)
-        part = 1.0 if fit is None else memory.fitting_on_all(fit, self._host.device)
+        part = 1.0 if fit is None else memory.fitting_on_all(fit, self.host.device)
         if isinstance(part, Unmeasured):
             return part
         fitting = round(part * sequences)
@@ -169,20 +168,20 @@ class ProbeRunner:
 
     def check_memory(self, step: HostStep) -> tuple[int, memory.Fit | None]:
         """Return the sequences of a microbatch, and what fits on this rank. None on a CPU, which is not checked."""
-        host, sequences = self._host, step.sequences
+        host, sequences = self.host, step.sequences
         free = memory.device_memory(host.device)
         if free is None or host.tokens is None:
             return sequences, None
         peak = max(free.peak, self.first_peak) if self.has_trained else None
         needed = functools.partial(
-            memory.needed, self._registry, host, self._config.probe_tokens, peak, self._microbatches(step),
+            memory.needed, self.registry, host, self.config.probe_tokens, peak, self._microbatches(step),
             step.microbatches,
         )  # fmt: skip
         return sequences, memory.fitting(sequences, needed, free)
 
     def _microbatches(self, step: HostStep) -> int:
         """Return the microbatches of the probe on this rank, rounded up to the groups of an interleaved schedule."""
-        microbatches, group = min(self._config.probe_microbatches, step.microbatches), self._host.pass_group
+        microbatches, group = min(self.config.probe_microbatches, step.microbatches), self.host.pass_group
         return min(-(-microbatches // group) * group, step.microbatches)
 
     def run(self, step: HostStep, clip: float, sequences: int, update: Transaction | None = None) -> ProbeResult:
@@ -191,40 +190,35 @@ class ProbeRunner:
         ``sequences`` is the result of :meth:`fit`. Raises UpdateDroppedError on all ranks if a part of the update
         fails on one of them.
         """
-        update = Transaction(self._host.device) if update is None else update
-        passes = Passes(self._host, self._registry, self._config, step, self._microbatches(step), sequences, update)
+        update = Transaction(self.host.device) if update is None else update
+        passes = Passes(self.host, self.registry, self.config, step, self._microbatches(step), sequences, update)
         with ExitStack() as stack:
-            return passes.run(stack, clip, weighs_updates=self._weighs_updates)
+            return passes.run(stack, clip, weighs_updates=self.weighs_updates)
 
 
+@dataclass(eq=False)
 class Passes:
     """The passes of one update and what they measure, on the first ``microbatches`` of ``step``."""
 
-    _recorders: list[LinearRecorder]
-    _stream: ResidualStream
-    _scale: StepScale  # known after the statistics pass
-
-    def __init__(
-        self,
-        host: Host,
-        registry: LinearRegistry,
-        config: SnipConfig,
-        step: HostStep,
-        microbatches: int,
-        sequences: int,
-        update: Transaction,
-    ) -> None:
-        self._host, self._registry, self._config = host, registry, config
-        self._step, self._microbatches, self._sequences, self._update = step, microbatches, sequences, update
+    host: Host
+    registry: LinearRegistry
+    config: SnipConfig
+    step: HostStep
+    microbatches: int
+    sequences: int
+    update: Transaction
+    _recorders: list[LinearRecorder] = field(init=False)
+    _stream: ResidualStream = field(init=False)
+    _scale: StepScale = field(init=False)  # known after the statistics pass
 
     def run(self, stack: ExitStack, clip: float, *, weighs_updates: bool) -> ProbeResult:
         """Run the passes. Recorders stay until ``stack`` is closed. See :meth:`ProbeRunner.run`."""
-        seconds, step, host = {}, self._step, self._host
-        self._update.together("preparation", self.prepare, stack)
+        seconds, step, host = {}, self.step, self.host
+        self.update.together("preparation", self.prepare, stack)
         seconds[Pass.STATISTICS.value] = self.run_pass(Pass.STATISTICS)
         started = time.perf_counter()
         each = host.groups.dp_size * self._together(self._tokens)
-        tokens = self._microbatches * each * self._sequences // step.sequences
+        tokens = self.microbatches * each * self.sequences // step.sequences
         self._scale = StepScale(step.gradient_scale(), clip, tokens, step.microbatches * each)
         if weighs_updates:
             reduce_columns(self._recorders, host.groups, self._together)
@@ -242,19 +236,19 @@ class Passes:
         finished = table.to_table(
             step=step.step, tokens=tokens, tokens_per_step=self._scale.tokens_per_step, meta={"clip": clip, **seconds}
         )
-        passes = {kind: self._microbatches for kind in seconds if kind != "reduction"}
-        return ProbeResult(finished, seconds, self._scale, passes, self._sequences)
+        passes = {kind: self.microbatches for kind in seconds if kind != "reduction"}
+        return ProbeResult(finished, seconds, self._scale, passes, self.sequences)
 
     def prepare(self, stack: ExitStack) -> None:
         """Attach recorders to linears and residual streams until ``stack`` is closed, which restores the step."""
-        config, context = self._config, self._registry.context
+        config, context = self.config, self.registry.context
         self._recorders = [
-            LinearRecorder(handle, config.measured_formats, config.probe_tokens, attempt=self._update.attempt)
-            for handle in self._registry
+            LinearRecorder(handle, config.measured_formats, config.probe_tokens, attempt=self.update.attempt)
+            for handle in self.registry
         ]
         seed = derive_seed(config.seed, _NOISE)
-        self._stream = ResidualStream(self._host, context, config.probe_tokens, seed, self._update.attempt)
-        stack.enter_context(self._step.undisturbed())
+        self._stream = ResidualStream(self.host, context, config.probe_tokens, seed, self.update.attempt)
+        stack.enter_context(self.step.undisturbed())
         stack.enter_context(attached(self._recorders))
         stack.enter_context(self._stream.attached())
         stack.callback(setattr, context, "probing", False)
@@ -270,58 +264,58 @@ class Passes:
             for recorder in self._recorders:
                 recorder.start(phase)
             self._stream.start(phase, sigma)
-            self._registry.start_step(self._step.step)
-            self._step.prepare(self._microbatches, self._sequences)
+            self.registry.start_step(self.step.step)
+            self.step.prepare(self.microbatches, self.sequences)
 
         started = time.perf_counter()
-        self._update.together(phase.value, prepare)
-        if self._host.passes_alone:
-            self._update.attempt(self._step.run)
+        self.update.together(phase.value, prepare)
+        if self.host.passes_alone:
+            self.update.attempt(self.step.run)
         else:
-            self._step.run()
-        if self._host.device.type == "cuda":
-            torch.cuda.synchronize(self._host.device)  # otherwise the reduction would wait for it
-        self._update.vote()
+            self.step.run()
+        if self.host.device.type == "cuda":
+            torch.cuda.synchronize(self.host.device)  # otherwise the reduction would wait for it
+        self.update.vote()
         return time.perf_counter() - started
 
     # -- reduction ---------------------------------------------------------------------------------------------
     def _together[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._update.together("reduction", work, *args, **kwargs)
+        return self.update.together("reduction", work, *args, **kwargs)
 
     def _tokens(self) -> int:
         """Finish the statistics pass on this rank. Returns the tokens of a microbatch."""
-        tokens = self._host.tokens
+        tokens = self.host.tokens
         # If only the passes tell the tokens, a block that runs twice would count them twice.
-        self._stream.finish_statistics(self._microbatches, once=tokens is None)
+        self._stream.finish_statistics(self.microbatches, once=tokens is None)
         if tokens is not None:
             return tokens
         rows = {recorder.rows for recorder in self._recorders if recorder.handle.expert is None}
         if len(rows) != 1 or 0 in rows:
             raise SnipError("the linears of the blocks see different numbers of tokens, or none; SNIP takes one stream")
-        return rows.pop() // self._microbatches
+        return rows.pop() // self.microbatches
 
     def reduced(self) -> PartialTable:
         """Return the reduced sums that linears and boundaries have recorded since the last call. Collective."""
-        reduce_loss_effects(self._recorders, self._host.groups, self._together)
+        reduce_loss_effects(self._recorders, self.host.groups, self._together)
         table: PartialTable = self._together(self.fill_table)
         table.reduce()
         return table
 
     def fill_table(self) -> PartialTable:
         """Return this rank's share of the table."""
-        rows, formats = self._registry.rows, self._config.measured_formats
-        table = PartialTable(rows, formats, self._host.sinks, self._scale.gradient)
+        rows, formats = self.registry.rows, self.config.measured_formats
+        table = PartialTable(rows, formats, self.host.sinks, self._scale.gradient)
         add_loss_effects(table, self._recorders)
         for recorder in self._recorders:
-            table.add_recorder(recorder, self._host.groups.of(recorder.handle).dp_rank)
+            table.add_recorder(recorder, self.host.groups.of(recorder.handle).dp_rank)
         for boundary in self._stream.reported:
             table.add_boundary(boundary)
-        return table.pack(self._host.device)
+        return table.pack(self.host.device)
 
     # -- weight divergence: how gradient errors change the optimizer's next update -------------------------------
     def add_update_errors(self, table: PartialTable) -> None:
         """Add the weight divergence of this rank's parameters to ``table``, the reduced one. Collective."""
-        host, step, update = self._host, self._step, self._update
+        host, step, update = self.host, self.step, self.update
 
         def begin() -> tuple[PartialTable, list[list[float]]]:
             of_experts = [recorder.expert_sums for recorder in self._recorders if recorder.expert_sums is not None]
@@ -377,7 +371,7 @@ class Passes:
         if expert_sums is not None:
             x2, g2, s2, tokens = expert_sums
             g2, s2 = g2 * unit, s2 * unit
-        seed = derive_seed(self._config.seed, _SIGNS, handle.index)
+        seed = derive_seed(self.config.seed, _SIGNS, handle.index)
         drift2, wdrift2 = linear_update_error(
             recorder, gradient, state, self._scale, s2=s2, x2=x2, g2=g2, seed=seed, tokens=tokens
         )
@@ -388,7 +382,7 @@ class Passes:
         self, partial: PartialTable, sink: LocalSink, gradient: torch.Tensor, weight: torch.Tensor, state: AdamWState
     ) -> None:
         """Add the divergence of a parameter beside the linears to ``partial``."""
-        seed = derive_seed(self._config.seed, _SIGNS, len(self._registry.names) + sink.row)
+        seed = derive_seed(self.config.seed, _SIGNS, len(self.registry.names) + sink.row)
         w2 = sum_squares(weight.reshape(-1)[state.start : state.end])
         drift2 = sink_update_error(gradient, state, self._scale, seed=seed, first_row=sink.first_row)
         partial.add("sink_drift2", sink.row, drift2)
