@@ -6,7 +6,7 @@ only on the step number and on data that all ranks share, so that all ranks ente
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,10 +40,11 @@ OnAdopt = Callable[[int, PrecisionMap], object]
 """A user's function that every rank calls with a step and the map that is in force from it on."""
 
 
+@dataclass(eq=False)
 class Controller:
     """The loop of SNIP on one rank.
 
-    Args:
+    Attributes:
         config: The configuration of the run, equal on all ranks.
         registry: The converted linears of this rank.
         channel: Broadcasts decisions of rank 0.
@@ -59,46 +60,32 @@ class Controller:
             exception in it is printed in one line, and training goes on.
     """
 
-    def __init__(
-        self,
-        config: SnipConfig,
-        registry: LinearRegistry,
-        channel: MapChannel,
-        report: StepReport,
-        coordinator: RankZeroCoordinator | None,
-        sink: Sink,
-        clip_grad: float,
-        restored: ControllerState | None = None,
-        *,
-        unquantised: float = 0.0,
-        kernels: Kernels | None = None,
-        timeline: Timeline | None = None,
-        on_adopt: OnAdopt | None = None,
-    ) -> None:
-        self._config = config
-        self._on_adopt, self._user_failed = on_adopt, False
-        self._registry = registry
-        self._channel = channel
-        self._report = report
-        self._flops = {row.name: row.flops for row in registry.rows}
-        self._unquantised = unquantised
-        self._coordinator = coordinator
-        self._kernels = kernels
-        self._kernels_ready = kernels is None  # on all ranks
-        self._first_step = 0
-        self._sink = sink
-        self._clip_grad = clip_grad
-        self._fp4_share = self._fp4_share_of(registry.current)
+    config: SnipConfig
+    registry: LinearRegistry
+    channel: MapChannel
+    report: StepReport
+    coordinator: RankZeroCoordinator | None
+    sink: Sink
+    clip_grad: float
+    restored: ControllerState | None = None
+    unquantised: float = 0.0
+    kernels: Kernels | None = None
+    timeline: Timeline | None = None
+    on_adopt: OnAdopt | None = None
+
+    def __post_init__(self) -> None:
+        self._flops = {row.name: row.flops for row in self.registry.rows}
+        self._kernels_ready = self.kernels is None  # on all ranks
+        self._fp4_share = self._fp4_share_of(self.registry.current)
         self._fp4_shares: dict[int, float] = {}  # of the steps whose loss has not arrived yet
-        self._bound = bound_of(config)
-        self._started = False
-        self._next_step = 0
+        self._bound = bound_of(self.config)
+        self._started = self._user_failed = False
+        self._first_step = self._next_step = 0
         self._replay_steps: list[int] = []
         self._answered = False  # whether rank 0 has the outcome of the pending update, as the latest figures say
-        self._restored = restored
-        self.state = ControllerState() if restored is None else restored
-        self._schedule = ScheduleState(self.state, timeline, self._fp4_share_of)
-        self._guard = Guard(config, self.state.guard or GuardState(good=self.state.precision_map))
+        self.state = ControllerState() if self.restored is None else self.restored
+        self._schedule = ScheduleState(self.state, self.timeline, self._fp4_share_of)
+        self._guard = Guard(self.config, self.state.guard or GuardState(good=self.state.precision_map))
         self.state.guard = self._guard.state
 
     # -- step boundary -----------------------------------------------------------------------------------------
@@ -115,14 +102,14 @@ class Controller:
         ``measure`` measures maps at this step. If it is None, they are adopted on their predictions. ``diagnose`` finds
         out what is to blame before the guard takes a map back.
         """
-        self._sink.begin_step(step)
+        self.sink.begin_step(step)
         if not self._started:
             self._start(step)
-        if self._coordinator is not None:
-            self._coordinator.receive_results(step)
+        if self.coordinator is not None:
+            self.coordinator.receive_results(step)
         while self._replay_steps and self._replay_steps[0] <= step:
             due = self._replay_steps.pop(0)
-            self._adopt(step, self._channel.agree(self._coordinator.replay[due] if self._coordinator else None))
+            self._adopt(step, self.channel.agree(self.coordinator.replay[due] if self.coordinator else None))
         self._take_back(step, diagnose)
         pending = self.state.pending
         if pending is not None and step >= pending.due:
@@ -130,13 +117,13 @@ class Controller:
         if self._schedule.begins_phase(step):
             self._next_phase(step, measure)
         self._start_update_if_due(range(self._next_step, step + 1), probe)
-        self._registry.start_step(step)
+        self.registry.start_step(step)
 
     def decide_now(self, step: int, measure: Measure | None = None) -> None:
         """Adopt the map of the update that was submitted before ``step`` now, without a lag, if rank 0 has it."""
         if self.state.pending is not None:
             self._decide(step, self.state.pending, measure)
-            self._registry.start_step(step)
+            self.registry.start_step(step)
 
     def after_step(self, step: int, loss: torch.Tensor | None, grad_norm: float | None) -> None:
         """Exchange the figures of a step, and record those of the previous step, which have arrived.
@@ -144,24 +131,24 @@ class Controller:
         ``loss`` is the loss of the step, None on ranks that have none. ``grad_norm`` is the norm before clipping.
         """
         self._next_step = step + 1
-        self._registry.end_step()
+        self.registry.end_step()
         self.state.grad_norm = grad_norm if is_finite(grad_norm) else None
         self._fp4_shares[step] = self._fp4_share
-        self._schedule.spent.add(self._fp4_share, self._registry.current)
+        self._schedule.spent.add(self._fp4_share, self.registry.current)
         pending = self.state.pending
-        answered = pending is not None and self._coordinator is not None and self._coordinator.answered(pending.version)
-        ready = self._kernels is None or self._kernels.finish(0.0)
-        figures = self._report.exchange(step, loss, grad_norm, answered=answered, ready=ready)
+        answered = pending is not None and self.coordinator is not None and self.coordinator.answered(pending.version)
+        ready = self.kernels is None or self.kernels.finish(0.0)
+        figures = self.report.exchange(step, loss, grad_norm, answered=answered, ready=ready)
         self._answered = figures is not None and figures.answered
         if figures is not None and figures.ready and figures.step >= self._first_step:
             self._use_kernels(step)
         if figures is not None:
-            self.state.alarm = self._guard.observe(figures, self._registry.current) or self.state.alarm
+            self.state.alarm = self._guard.observe(figures, self.registry.current) or self.state.alarm
         self._metric(figures)
 
     def state_to_save(self) -> bytes:
         """Return the state for a checkpoint. Every rank must call it, between two steps."""
-        self.state.in_flight = self._report.in_flight()
+        self.state.in_flight = self.report.in_flight()
         self._metric(self.state.in_flight)  # recorded now, because a kill would lose them
         return self.state.to_bytes()
 
@@ -185,56 +172,56 @@ class Controller:
 
         ``together`` says whether all ranks call this. Only then the outstanding collective is waited for.
         """
-        if self._kernels is not None:
-            self._kernels.close()
-        figures = self._report.drain() if together else None
-        if self._coordinator is None:
+        if self.kernels is not None:
+            self.kernels.close()
+        figures = self.report.drain() if together else None
+        if self.coordinator is None:
             return
         if figures is not None and figures.step in self._fp4_shares:  # otherwise a checkpoint has recorded them
             # They do not go to the sink, because the host has closed its loggers by now.
-            self._coordinator.metric(figures, self._fp4_shares.pop(figures.step))
-        self._coordinator.close()
+            self.coordinator.metric(figures, self._fp4_shares.pop(figures.step))
+        self.coordinator.close()
 
     # -- maps --------------------------------------------------------------------------------------------------
     def _start(self, step: int) -> None:
         """Prepare the first step of this process: the initial map, the steps of a replay, a restored update."""
         self._started, self._next_step, self._first_step = True, step, step
-        if self._config.replay is not None:
-            steps = sorted(self._coordinator.replay) if self._coordinator else []
-            self._replay_steps = [s for s in self._channel.agree(steps) if s > step]
-        first = self._channel.agree(self._coordinator.initial_map(step) if self._coordinator else None)
-        restored = self.state.precision_map if self._restored is not None else None
+        if self.config.replay is not None:
+            steps = sorted(self.coordinator.replay) if self.coordinator else []
+            self._replay_steps = [s for s in self.channel.agree(steps) if s > step]
+        first = self.channel.agree(self.coordinator.initial_map(step) if self.coordinator else None)
+        restored = self.state.precision_map if self.restored is not None else None
         self._begin_plan(step)
         if first is not None:  # a map of the configuration replaces that of the checkpoint
             self._adopt(step, first)
-        elif self._schedule.has_other_map(step, restored, self._registry.names):
+        elif self._schedule.has_other_map(step, restored, self.registry.names):
             self._next_phase(step)
         elif restored is not None:
-            self._adopt(step, self._channel.agree(restored))
-        if not self._config.updates:
+            self._adopt(step, self.channel.agree(restored))
+        if not self.config.updates:
             self.state.pending = None
         self._compare_goal(step)
         pending = self.state.pending
-        if pending is not None and self._coordinator is not None:
+        if pending is not None and self.coordinator is not None:
             self._submit(pending)
         started = time.perf_counter()
-        if self._kernels is not None and self._kernels.begin():
+        if self.kernels is not None and self.kernels.begin():
             self._use_kernels(step, started)
 
     def _has_kernels(self) -> bool:
         """Return whether all ranks have their kernels. ``--snip-wait`` waits for them as for maps. Collective."""
-        if not self._kernels_ready and self._kernels is not None and self._config.wait:
+        if not self._kernels_ready and self.kernels is not None and self.config.wait:
             started = time.perf_counter()
-            if self._channel.true_on_all_ranks(self._kernels.finish(self._config.wait)):
+            if self.channel.true_on_all_ranks(self.kernels.finish(self.config.wait)):
                 self._use_kernels(self._next_step, started)
         return self._kernels_ready
 
     def _use_kernels(self, step: int, started: float | None = None) -> None:
         """Begin to use the kernels, which all ranks have. Training has waited for them since ``started``."""
-        if self._kernels_ready or self._kernels is None:
+        if self._kernels_ready or self.kernels is None:
             return
         self._kernels_ready, started = True, time.perf_counter() if started is None else started
-        figures = self._kernels.complete()
+        figures = self.kernels.complete()
         if figures:
             self._event(step, "compile", **figures, wait_s=_since(started))
 
@@ -251,20 +238,20 @@ class Controller:
                 self._event(step, "plan", **self._schedule.figures(step))
         fixed = None if self.state.plan is not None else self._schedule.fixed_plan(step)
         if fixed is not None:
-            self._take_plan(step, self._channel.agree(fixed))
+            self._take_plan(step, self.channel.agree(fixed))
 
     def _compare_goal(self, step: int) -> None:
         """Compare the goal of this run with the checkpoint's. If they differ, say how long the old maps stay.
 
         An update that is undecided is solved for the new goal and the phases of the new schedule.
         """
-        goal, state = Goal.of(self._config), self.state
+        goal, state = Goal.of(self.config), self.state
         changed = "" if state.goal is None else goal.difference(state.goal)
         state.goal = goal
-        if not changed or not self._config.updates:
+        if not changed or not self.config.updates:
             return
         if state.pending is not None:
-            state.pending.phases = self._schedule.request(step, state.pending.due, self._registry.current)
+            state.pending.phases = self._schedule.request(step, state.pending.due, self.registry.current)
         if state.precision_map is not None:
             what = "map" if state.plan is None else "plan"
             self._say(
@@ -274,19 +261,19 @@ class Controller:
     def _next_phase(self, step: int, measure: Measure | None = None) -> None:
         """Adopt the map of the phase that begins before ``step``. Its rise is recorded, and decides nothing."""
         started = time.perf_counter()
-        new, rise = self._channel.agree(self._schedule.enter_phase(step)), None
+        new, rise = self.channel.agree(self._schedule.enter_phase(step)), None
         self._event(step, "phase", **self._schedule.figures(step))
         if measure is not None and self._changed(new):
-            predicted = in_nats(self._config.policy, self._config.q) and self._config.estimator == "fisher"
-            rise = self._compare(step, [Candidate(new, self._config.policy, new.loss if predicted else None)], measure)
+            predicted = in_nats(self.config.policy, self.config.q) and self.config.estimator == "fisher"
+            rise = self._compare(step, [Candidate(new, self.config.policy, new.loss if predicted else None)], measure)
             started = time.perf_counter()
         self._adopt(step, new, started, rise.fields(0) if isinstance(rise, Comparison) else {})
         self._guard.adopted(step)
 
     def _take_plan(self, step: int, plan: PrecisionPlan) -> None:
         self._schedule.set_plan(plan, step)
-        if self._coordinator is not None and self.state.plan is not None:
-            self._coordinator.record_plan(step, self.state.plan)
+        if self.coordinator is not None and self.state.plan is not None:
+            self.coordinator.record_plan(step, self.state.plan)
         self._event(step, "plan", **self._schedule.figures(step))
 
     def _decide(self, step: int, pending: Pending, measure: Measure | None) -> None:
@@ -296,15 +283,15 @@ class Controller:
         solution is decided after another lag.
         """
         started = time.perf_counter()
-        again = pending.due > pending.step + self._config.lag
-        unanswered = again and not self._answered and not self._config.wait
+        again = pending.due > pending.step + self.config.lag
+        unanswered = again and not self._answered and not self.config.wait
         if unanswered or not self._has_kernels():
             candidates = None  # all ranks know this from the step's figures: no broadcast needed
         else:
-            coordinator = self._coordinator
-            candidates = self._channel.agree(coordinator.decision(step, pending.version) if coordinator else None)
+            coordinator = self.coordinator
+            candidates = self.channel.agree(coordinator.decision(step, pending.version) if coordinator else None)
         if candidates is None:
-            pending.due = step + self._config.lag
+            pending.due = step + self.config.lag
             self._event(step, "postpone", version=pending.version, until=pending.due, wait_s=_since(started))
             return
         self.state.pending = None
@@ -351,7 +338,7 @@ class Controller:
             f" with predictions x {self.state.correction:g}"
         )
         version = self.state.version + 1
-        second = replace(pending, due=step + self._config.lag, version=version, rejected=comparison.candidates[best])
+        second = replace(pending, due=step + self.config.lag, version=version, rejected=comparison.candidates[best])
         self._event(step, "rejected", version=pending.version, again=version, correction=self.state.correction)
         self._send(step, second)
         return None
@@ -373,19 +360,19 @@ class Controller:
     def _take_back(self, step: int, diagnose: Diagnose | None = None) -> None:
         """Adopt the last good map again if the guard raised an alarm, which is equal on all ranks."""
         alarm, self.state.alarm = self.state.alarm, None
-        if alarm is None or not self._config.updates:  # maps that the user fixed are never taken back
+        if alarm is None or not self.config.updates:  # maps that the user fixed are never taken back
             return
         started = time.perf_counter()
-        failed = self._registry.current
-        if self._coordinator is not None:
-            command = self._coordinator.blame_command(alarm.step + 1)
+        failed = self.registry.current
+        if self.coordinator is not None:
+            command = self.coordinator.blame_command(alarm.step + 1)
             self._say(f"step {alarm.step}: {alarm.reason}: to find out what is to blame, run {command}")
         if diagnose is not None:
             self._event(step, "blame", alarm_step=alarm.step, version=failed.version, **diagnose(alarm, failed),
                         wait_s=_since(started))  # fmt: skip
             started = time.perf_counter()
-        good = self._guard.state.good or PrecisionMap.uniform(self._registry.names, Format.BF16)
-        good = self._channel.agree(good)
+        good = self._guard.state.good or PrecisionMap.uniform(self.registry.names, Format.BF16)
+        good = self.channel.agree(good)
         self._guard.taken_back(failed)
         self.state.plan = None  # the next update makes another one
         figures = {"back_to": good.version, "alarm_step": alarm.step, "loss": alarm.loss, "limit": alarm.limit}
@@ -407,17 +394,17 @@ class Controller:
         """Put the map ``new`` in force from ``step`` on. ``measured`` are the fields of its measured rise."""
         assert new is not None  # None stands for rank 0's map before ranks have agreed
         started = time.perf_counter() if started is None else started
-        if self._kernels is not None and not self._kernels_ready:  # of a replay, of a later phase, or before a begin
-            self._kernels.finish()
+        if self.kernels is not None and not self._kernels_ready:  # of a replay, of a later phase, or before a begin
+            self.kernels.finish()
         changed = self._changed(new)
-        self._registry.adopt(new)
+        self.registry.adopt(new)
         self.state.precision_map = new
         self.state.version = max(self.state.version, new.version)
         self._fp4_share = self._fp4_share_of(new)
-        shares = format_shares(new, self._flops, self._unquantised)
-        self._sink.precision_map(step, new, self._registry.names)
-        if self._coordinator is not None:
-            self._coordinator.record_adoption(step, new)  # before the event, whose time includes it
+        shares = format_shares(new, self._flops, self.unquantised)
+        self.sink.precision_map(step, new, self.registry.names)
+        if self.coordinator is not None:
+            self.coordinator.record_adoption(step, new)  # before the event, whose time includes it
         self._event(
             step,
             "adopt",
@@ -436,10 +423,10 @@ class Controller:
 
     def _tell_user(self, step: int, precision_map: PrecisionMap) -> None:
         """Call the user's function. An exception in it, on one rank or on all, does not undo the adoption."""
-        if self._on_adopt is None:
+        if self.on_adopt is None:
             return
         try:
-            self._on_adopt(step, precision_map)
+            self.on_adopt(step, precision_map)
         except Exception as error:
             if not self._user_failed:
                 failure = Failure.of("on_adopt", error)
@@ -454,13 +441,13 @@ class Controller:
         """
         step, state = steps[-1], self.state
         is_retry, backs_off = state.postponed in steps, state.failures >= _PATIENCE and state.postponed is not None
-        if not (is_retry or (any(map(self._config.is_update_step, steps)) and not backs_off)):
+        if not (is_retry or (any(map(self.config.is_update_step, steps)) and not backs_off)):
             return
         if self._has_kernels():
             state.postponed = None
             self._start_update(step, probe)
         else:
-            state.postponed = step + self._config.lag
+            state.postponed = step + self.config.lag
             self._event(step, "postpone", reason="kernels are being compiled", until=state.postponed)
 
     def _start_update(self, step: int, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
@@ -468,13 +455,13 @@ class Controller:
         if self.state.pending is not None:
             self._event(step, "skipped", reason="the previous update is still undecided")
             return
-        due = step + self._config.lag
+        due = step + self.config.lag
         if not self._schedule.trains_at(due):
             self.state.postponed = due  # of a resumed run that trains longer
             self._event(step, "skipped", reason=f"training ends before step {due}, at which its map would be adopted")
             self._say(f"step {step}: no update, because training ends before its map would be adopted, at step {due}")
             return
-        phases = self._schedule.request(step, due, self._registry.current)
+        phases = self._schedule.request(step, due, self.registry.current)
         started = time.perf_counter()
         result = probe(self._clip_factor())
         seconds = _since(started)
@@ -484,7 +471,7 @@ class Controller:
             return
         assert isinstance(result, ProbeResult)
         self.state.sequences = result.sequences
-        self._sink.statistics(step, result.table, self._config)
+        self.sink.statistics(step, result.table, self.config)
         for kind, fields in result.events():
             self._event(step, kind, **fields)
         pending = Pending(step, due, self.state.version + 1, result.table, phases)
@@ -509,7 +496,7 @@ class Controller:
             meta = {**pending.table.meta, "correction": self.state.correction}
             pending.table = replace(pending.table, meta=meta)
         try:
-            recorded = self._channel.transaction().together("submission", self._submit, pending)
+            recorded = self.channel.transaction().together("submission", self._submit, pending)
         except UpdateDroppedError as dropped:
             self._drop_update(step, Unmeasured(str(dropped.failure), dropped.failure.fields), wait_s=0.0)
             return None
@@ -518,9 +505,9 @@ class Controller:
 
     def _submit(self, pending: Pending) -> float:
         """Submit an update on rank 0. Returns the seconds that have an event of their own."""
-        if self._coordinator is None:
+        if self.coordinator is None:
             return 0.0
-        return self._coordinator.submit(pending.step, pending.table, pending.version, pending.phases)
+        return self.coordinator.submit(pending.step, pending.table, pending.version, pending.phases)
 
     def _drop_update(self, step: int, unmeasured: Unmeasured, wait_s: float) -> None:
         """Drop an update on all ranks, and set the step of the next try. Rank 0 prints the reason.
@@ -529,7 +516,7 @@ class Controller:
         """
         state = self.state
         state.failures += 1
-        state.postponed = step + self._config.lag * 2 ** max(0, state.failures - _PATIENCE + 1)
+        state.postponed = step + self.config.lag * 2 ** max(0, state.failures - _PATIENCE + 1)
         if unmeasured.sequences is not None:
             state.sequences = unmeasured.sequences
         fields = {"reason": unmeasured.reason, **unmeasured.fields, "until": state.postponed, "wait_s": wait_s}
@@ -547,35 +534,35 @@ class Controller:
     def _clip_factor(self) -> float:
         """Return the factor by which gradient clipping scaled the last step's gradient; 1 if the norm is unknown."""
         norm = self.state.grad_norm
-        if norm is None or self._clip_grad <= 0:
+        if norm is None or self.clip_grad <= 0:
             return 1.0
-        return min(1.0, self._clip_grad / (norm + 1e-6))
+        return min(1.0, self.clip_grad / (norm + 1e-6))
 
     # -- figures -----------------------------------------------------------------------------------------------
     def _say(self, line: str) -> None:
-        if self._coordinator is not None:
+        if self.coordinator is not None:
             print(f"snip: {line}", flush=True)
 
     def _changed(self, precision_map: PrecisionMap) -> int:
         """Return how many GEMMs have another format than in the map in force."""
-        names = self._registry.names
-        return int((precision_map.to_codes(names) != self._registry.current.to_codes(names)).sum())
+        names = self.registry.names
+        return int((precision_map.to_codes(names) != self.registry.current.to_codes(names)).sum())
 
     def _fp4_share_of(self, precision_map: PrecisionMap) -> float:
-        return fp4_fraction(precision_map, self._flops, self._unquantised)
+        return fp4_fraction(precision_map, self._flops, self.unquantised)
 
     def _metric(self, figures: StepFigures | None) -> None:
         if figures is None or figures.step not in self._fp4_shares:  # the step was run by an earlier process
             return
         share = self._fp4_shares.pop(figures.step)
-        self._sink.metric(figures.step, fp4_fraction=share, **figures.account)
-        if self._coordinator is not None:
-            self._coordinator.metric(figures, share)
+        self.sink.metric(figures.step, fp4_fraction=share, **figures.account)
+        if self.coordinator is not None:
+            self.coordinator.metric(figures, share)
 
     def _event(self, step: int, kind: str, /, **fields: Any) -> None:
-        self._sink.event(step, kind, **fields)
-        if self._coordinator is not None:
-            self._coordinator.event(step, kind, **fields)
+        self.sink.event(step, kind, **fields)
+        if self.coordinator is not None:
+            self.coordinator.event(step, kind, **fields)
 
 
 def _unreached(table: StatisticsTable) -> list[str]:

@@ -6,6 +6,7 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ _POLL_S = 0.01
 _SILENCE_S = 2.0  # seconds of waiting after which rank 0 says so
 
 
+@dataclass(eq=False)
 class RankZeroCoordinator:
     """Rank 0's side of updates: it submits them to the solver, and writes the run directory.
 
-    Args:
+    Attributes:
         config: The configuration of the run.
         request: The solve request of all updates, without its version.
         linears: The linears of the whole model.
@@ -45,54 +47,42 @@ class RankZeroCoordinator:
             they are.
         solver: What solves updates. None for a solver process.
         times: Measures the times of the run's options before the first update. None if ``request`` has them.
-
-    Attributes:
         replay: The maps of ``--snip-replay`` by the step at which they were adopted.
     """
 
-    def __init__(
-        self,
-        config: SnipConfig,
-        request: SolveRequest,
-        linears: tuple[LinearRow, ...],
-        static_map: PrecisionMap | None,
-        run: RunDirectory | None,
-        tokens_per_step: int | None = None,
-        finished: Callable[[Path], None] | None = None,
-        unjudged: str | None = "emulated",
-        solver: SolverInProcess | None = None,
-        times: Callable[[], OptionTimes] | None = None,
-    ) -> None:
-        self._config = config
-        self._request = request
-        self._times = times
-        self._tokens_per_step = tokens_per_step
-        self._linears = linears
-        self._flops = {row.name: row.flops for row in linears}
-        self._static_map = static_map
-        self._run = run
-        self._adopted_at: int | None = None
-        self._unjudged = unjudged
+    config: SnipConfig
+    request: SolveRequest
+    linears: tuple[LinearRow, ...]
+    static_map: PrecisionMap | None
+    run: RunDirectory | None
+    tokens_per_step: int | None = None
+    finished: Callable[[Path], None] | None = None
+    unjudged: str | None = "emulated"
+    solver: SolverInProcess | None = None
+    times: Callable[[], OptionTimes] | None = None
+
+    def __post_init__(self) -> None:
+        self._flops = {row.name: row.flops for row in self.linears}
+        self._stages = {row.name: row.stage for row in self.linears}
         self._account = Account()
-        if run is not None:  # the records of earlier jobs, of which one that cannot be read ends none
+        if self.run is not None:  # the records of earlier jobs, of which one that cannot be read ends none
+            path = self.run.path
             with contextlib.suppress(SnipError):
-                maps = dict(read_maps(run.path, skipped=[]))
-                self._account.read(read_events(run.path), read_metrics(run.path), maps)
+                self._account.read(read_events(path), read_metrics(path), dict(read_maps(path, skipped=[])))
         self._adopted: PrecisionMap | None = None
+        self._adopted_at: int | None = None
         self._formats: Mapping[str, float] | None = None
-        self._figures: dict[int, dict[str, Any]] = defaultdict(
-            dict
-        )  # further metrics of steps that are not recorded yet
+        self._figures: dict[int, dict[str, Any]] = defaultdict(dict)  # further metrics of steps not recorded yet
         self._news: dict[str, float] | None = None
-        self._finished = finished
         # All maps are read now, because a file that is missing later would end the training.
-        self.replay: Mapping[int, PrecisionMap] = {} if config.replay is None else replayed_maps(config.replay)
+        replay = self.config.replay
+        self.replay: Mapping[int, PrecisionMap] = {} if replay is None else replayed_maps(replay)
         self._decisions: dict[int, tuple[Candidate, ...]] = {}
         self._submitted: dict[int, int] = {}
         self._sidecar: SidecarClient | SolverInProcess | None = None
         self._restarts = 0
-        if config.updates:
-            self._sidecar = SidecarClient(deadline_s=config.deadline) if solver is None else solver
+        if self.config.updates:
+            self._sidecar = self.solver or SidecarClient(deadline_s=self.config.deadline)
             self._sidecar.start()
 
     # -- updates -----------------------------------------------------------------------------------------------
@@ -103,18 +93,17 @@ class RankZeroCoordinator:
         for which GEMMs were timed before, which have an event of their own.
         """
         assert self._sidecar is not None
-        stages = {row.name: row.stage for row in self._linears}
-        rows = (dataclasses.replace(row, stage=stages.get(row.name, row.stage)) for row in table.linears)
+        rows = (dataclasses.replace(row, stage=self._stages.get(row.name, row.stage)) for row in table.linears)
         table = dataclasses.replace(table, linears=tuple(rows))
         self._submitted[version] = step
-        if self._run is not None:
-            self._run.write("stats", step, table.to_bytes())
-        timed = 0.0 if self._times is None else self._timed(step, version, self._times)
+        if self.run is not None:
+            self.run.write("stats", step, table.to_bytes())
+        timed = 0.0 if self.times is None else self._timed(step, version, self.times)
         if timed is None:
             return 0.0
-        request = dataclasses.replace(self._request, version=version, phases=phases)
-        if self._tokens_per_step is not None:
-            request = request.of_step(table.tokens_per_step / self._tokens_per_step)
+        request = dataclasses.replace(self.request, version=version, phases=phases)
+        if self.tokens_per_step is not None:
+            request = request.of_step(table.tokens_per_step / self.tokens_per_step)
         self._sidecar.submit(SolveJob(table=table, request=request))
         return timed
 
@@ -122,20 +111,20 @@ class RankZeroCoordinator:
         """Measure the times of the run's options. Returns the seconds it took. None if the update is dropped."""
         started = time.perf_counter()
         try:
-            self._request = dataclasses.replace(self._request, times=measure())
+            self.request = dataclasses.replace(self.request, times=measure())
         except (SnipError, RuntimeError) as error:
             self._drop(step, version, "times", " ".join(str(error).split()), time.perf_counter() - started)
             return None
-        self._times = None
+        self.times = None
         seconds = round(time.perf_counter() - started, 6)
         self.event(step, "times", seconds=seconds, wait_s=seconds)
-        if self._run is not None:
-            self._run.set_fact("request", self._request.as_dict())
+        if self.run is not None:
+            self.run.set_fact("request", self.request.as_dict())
         return seconds
 
     def receive_results(self, step: int) -> None:
         """Receive the solver's results without blocking."""
-        if self._config.is_update_step(step) and not self._account.updates:  # before probes raise the peak
+        if self.config.is_update_step(step) and not self._account.updates:  # before probes raise the peak
             self._figures[step - 1]["peak_bytes"] = _peak_bytes()
         if self._sidecar is None:
             return
@@ -161,10 +150,10 @@ class RankZeroCoordinator:
         """
         self.receive_results(step)
         started, said = time.monotonic(), False
-        while version not in self._decisions and (waited := time.monotonic() - started) < self._config.wait:
+        while version not in self._decisions and (waited := time.monotonic() - started) < self.config.wait:
             if waited > _SILENCE_S and not said:
                 said = True
-                print(f"snip: step {step}: waiting for map {version}, at most {self._config.wait:g} s", flush=True)
+                print(f"snip: step {step}: waiting for map {version}, at most {self.config.wait:g} s", flush=True)
             time.sleep(_POLL_S)
             self.receive_results(step)
         return self._decisions.pop(version, None)
@@ -178,7 +167,7 @@ class RankZeroCoordinator:
         plan, precision_map = candidates[0].plan, candidates[0].precision_map
         self._decisions[version] = candidates
         if result.out_of_reach is not None and plan is not None:
-            budget, reachable = self._request.budget, plan.target
+            budget, reachable = self.request.budget, plan.target
             fields = {"kind": budget.kind, "wanted": budget.value, "reachable": reachable, "why": result.out_of_reach}
             self.event(step, "out_of_reach", version=version, **fields)
             print(
@@ -201,10 +190,10 @@ class RankZeroCoordinator:
             solve_seconds=precision_map.solve_seconds,
             latency_s=result.latency_s,
         )
-        if self._run is not None:
+        if self.run is not None:
             submitted = self._submitted.pop(version, step)
-            self._run.write("problems", submitted, result.problem_json or "")
-            self._run.write_scores(submitted, result.scores, version=version)
+            self.run.write("problems", submitted, result.problem_json or "")
+            self.run.write_scores(submitted, result.scores, version=version)
 
     def _drop(self, step: int, version: int, reason: str, message: str, seconds: float) -> None:
         self._decisions[version] = ()
@@ -224,11 +213,10 @@ class RankZeroCoordinator:
         """Add the fp4 share of FLOPs and the speedup of the whole step to a map under a budget of time or loss."""
         if precision_map.budget is None:
             return precision_map
-        assert self._request.times is not None
-        stages = {row.name: row.stage for row in self._linears}
-        map_s = self._account.map_s
+        assert self.request.times is not None
+        bf16_s, map_s = self._account.latest_bf16_s, self._account.map_s
         measured = None if self._adopted is None or map_s is None else (self._adopted, map_s)
-        speedup = self._request.times.step_speedup(precision_map, stages, self._account.latest_bf16_s, measured)
+        speedup = self.request.times.step_speedup(precision_map, self._stages, bf16_s, measured)
         share = fp4_fraction(precision_map, self._flops)
         return dataclasses.replace(precision_map, fp4_share=share, step_speedup=speedup)
 
@@ -238,9 +226,9 @@ class RankZeroCoordinator:
 
         It is that of ``--snip-map``, that of a fixed policy, or the one that the replayed run had in force.
         """
-        if self._static_map is not None or self._config.replay is None:
-            names, request = [row.name for row in self._linears], self._request
-            return self._static_map or fixed_map(self._config.policy, names, request.pins, request.formats)
+        if self.static_map is not None or self.config.replay is None:
+            names, request = [row.name for row in self.linears], self.request
+            return self.static_map or fixed_map(self.config.policy, names, request.pins, request.formats)
         past = [adopted for adopted in self.replay if adopted <= step]
         return self.replay[max(past)] if past else None
 
@@ -250,24 +238,24 @@ class RankZeroCoordinator:
         self._account.event(kind, fields)
         if kind == "adopt":
             self._formats = fields.get("formats")
-        if self._run is not None:
-            self._run.event(step, kind, **fields)
+        if self.run is not None:
+            self.run.event(step, kind, **fields)
 
     def record_step_time(self, step: int, seconds: float) -> None:
         """Record the duration of a training step in seconds. The next events have it."""
         seconds = round(seconds, 6)
         self._account.step(step, seconds)
         self._figures[step]["step_s"] = seconds
-        if self._run is not None:
-            self._run.step_s = seconds
+        if self.run is not None:
+            self.run.step_s = seconds
 
     def print_line(self, step: int) -> None:
         """Print the line of the host's log interval, and make its figures ready for :meth:`news`."""
         self._figures[step]["peak_bytes"] = _peak_bytes()
-        line = self._account.line(self._formats, unjudged=self._unjudged)
+        line = self._account.line(self._formats, unjudged=self.unjudged)
         if line is not None:
             print(line, flush=True)
-        self._news = self._account.figures(judged=self._unjudged is None)
+        self._news = self._account.figures(judged=self.unjudged is None)
 
     def news(self) -> dict[str, float] | None:
         """Return the figures of the latest :meth:`print_line` once. None afterwards."""
@@ -276,36 +264,36 @@ class RankZeroCoordinator:
 
     def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
         fields = self._figures.pop(figures.step, {})
-        if self._run is not None:
-            self._run.metric(figures.step, figures.loss, figures.grad_norm, fp4_fraction, **fields)
+        if self.run is not None:
+            self.run.metric(figures.step, figures.loss, figures.grad_norm, fp4_fraction, **fields)
 
     def record_plan(self, step: int, plan: PrecisionPlan) -> None:
-        if self._run is not None:
-            self._run.write("plans", step, plan.to_json())
+        if self.run is not None:
+            self.run.write("plans", step, plan.to_json())
 
     def record_adoption(self, step: int, precision_map: PrecisionMap) -> None:
         changed = self._adopted is None or self._adopted.choices != precision_map.choices
         self._adopted, self._adopted_at = precision_map, step
         self._account.adopted(step, precision_map.version, is_quantised(precision_map), changed=changed)
-        if self._run is not None:
-            self._run.write("maps", step, precision_map.to_json())
+        if self.run is not None:
+            self.run.write("maps", step, precision_map.to_json())
 
     def blame_command(self, iteration: int) -> str:
         """Return the command that finds out what is to blame for an iteration under the map in force."""
-        if self._run is None:
+        if self.run is None:
             return blame_command({}, iteration, Path("<the map in force>"))
-        map_file = self._run.path / "maps" / f"step_{self._adopted_at}.json"
-        return blame_command(self._run.facts, iteration, None if self._adopted_at is None else map_file)
+        map_file = self.run.path / "maps" / f"step_{self._adopted_at}.json"
+        return blame_command(self.run.facts, iteration, None if self._adopted_at is None else map_file)
 
     def close(self) -> None:
         """End the solver, close the run directory and call ``finished``."""
         if self._sidecar is not None:
             self._sidecar.close()
             self._sidecar = None
-        if self._run is None:
+        if self.run is None:
             return
-        run, self._run = self._run, None
-        run.close(self._finished)
+        run, self.run = self.run, None
+        run.close(self.finished)
 
 
 def _peak_bytes() -> int:

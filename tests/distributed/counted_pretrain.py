@@ -105,13 +105,13 @@ def main() -> int:
 
     def before(controller: Any, step: int, *args: Any) -> None:
         counter.watches = True
-        first = controller._config.first_update
-        with counter.only(counts=first <= step <= first + controller._config.lag):
+        first = controller.config.first_update
+        with counter.only(counts=first <= step <= first + controller.config.lag):
             before_step(controller, step, *args)
         counter.watches = False
         if number == "0" and controller.state.precision_map is not None:
-            config = controller._config
-            body["planned"] = planned(get_args(), controller._registry, config, controller.state.precision_map)
+            config = controller.config
+            body["planned"] = planned(get_args(), controller.registry, config, controller.state.precision_map)
 
     def after(*args: Any) -> None:
         counter.watches = True

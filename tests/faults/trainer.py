@@ -77,10 +77,10 @@ class Rank:
             file.write(json.dumps(fields) + "\n")
 
     def write_records(self) -> None:
-        self.controller._coordinator._run.writer.flush()
+        self.controller.coordinator.run.writer.flush()
 
     def kill_solver(self) -> None:
-        if (pid := self.controller._coordinator._sidecar.pid) is not None:
+        if (pid := self.controller.coordinator._sidecar.pid) is not None:
             os.kill(pid, signal.SIGKILL)
 
 
@@ -128,11 +128,11 @@ def _follow(rank: Rank) -> None:
         before_step(controller, step, *args, **kwargs)
 
     def after(controller: Any, step: int, loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        codes = controller._registry.current.to_codes(controller._registry.names).tobytes().hex()
+        codes = controller.registry.current.to_codes(controller.registry.names).tobytes().hex()
         values = [None if value is None else float(value).hex() for value in (loss, grad_norm)]
         rank.add(f"trace-{os.environ['START']}-", step=step, rank=rank.number, values=[*values, codes])
         if every and step % every == 0 and not rank.undo:  # a disk that is stalled is not asked for its files
-            rank.add("resources", step=step, **resources(controller._coordinator))
+            rank.add("resources", step=step, **resources(controller.coordinator))
         after_step(controller, step, loss, grad_norm, *args, **kwargs)
         if until is not None and time.time() > until:
             rank.leave()
@@ -153,7 +153,7 @@ def resources(coordinator: Any) -> dict[str, int]:
     import torch
 
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    files = [] if coordinator is None else [path for path in coordinator._run.path.rglob("*") if path.is_file()]
+    files = [] if coordinator is None else [path for path in coordinator.run.path.rglob("*") if path.is_file()]
     on_gpu = torch.cuda.is_available()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
