@@ -45,9 +45,8 @@ from snip_megatron.numerics.quantize.kernels.launch import share_cache
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.agreement import Terms, of_group, together
-from snip_megatron.runtime.config import SnipConfig, resolve
+from snip_megatron.runtime.config import SnipConfig, dominated, resolve
 from snip_megatron.runtime.controller import OnAdopt
-from snip_megatron.runtime.defaults import dominated
 
 
 class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here

@@ -17,9 +17,17 @@ from snip_megatron.megatron.startup import Startup, check_sources, say, untested
 from snip_megatron.numerics.products.selection import native_backend, select_backend
 from snip_megatron.precision.errors import SnipError, installed_version, located
 from snip_megatron.runtime.agreement import Terms, configuration_table, of_launcher, rank_device, together
-from snip_megatron.runtime.config import SnipConfig, resolve_arguments, training_steps
+from snip_megatron.runtime.config import (
+    EARLIEST_UPDATE,
+    FASTEST,
+    LOSS,
+    SnipConfig,
+    backend_of,
+    dominated,
+    resolve_arguments,
+    training_steps,
+)
 from snip_megatron.runtime.controller import OnAdopt
-from snip_megatron.runtime.defaults import EARLIEST_UPDATE, FASTEST, LOSS, backend_of, dominated
 from snip_megatron.runtime.options import given_options
 from snip_megatron.timing.cost_model import load_cost_model
 

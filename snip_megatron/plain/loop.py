@@ -25,10 +25,9 @@ from snip_megatron.reporting.end_of_run import finish
 from snip_megatron.reporting.sensitivity import lines, rank, unit_of
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.agreement import Terms, configuration_table, of_group, on_rank_zero, together
-from snip_megatron.runtime.config import SnipConfig, resolve
+from snip_megatron.runtime.config import SnipConfig, dominated, resolve
 from snip_megatron.runtime.controller import Controller, OnAdopt
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.defaults import dominated
 from snip_megatron.runtime.exchange import MapChannel, StepReport
 from snip_megatron.runtime.host import ProbeResult, Unmeasured
 from snip_megatron.runtime.probe import ProbeRunner

@@ -19,8 +19,7 @@ from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.planner.updates import update_cost, update_scale
 from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearRow, Role, fp4_fraction
 from snip_megatron.precision.errors import SnipError, cut, plain_arguments
-from snip_megatron.runtime.config import SnipConfig, resolve
-from snip_megatron.runtime.defaults import backend_of, dominated
+from snip_megatron.runtime.config import SnipConfig, backend_of, dominated, resolve
 from snip_megatron.sensitivity.divergence import FloatArray
 from snip_megatron.sensitivity.problem import build_problem as problem_of_statistics
 from snip_megatron.sensitivity.problem import list_options, make_problem, per_option, rounded

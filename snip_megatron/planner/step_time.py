@@ -8,7 +8,7 @@ from functools import partial
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, after_attention
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm, LinearRow, Role, Side
-from snip_megatron.runtime.defaults import backend_of
+from snip_megatron.runtime.config import backend_of
 from snip_megatron.sensitivity.times import OptionTimes, seconds_of
 from snip_megatron.timing.cost_model import (
     ACCUMULATION,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -128,13 +129,16 @@ class RecipeNumerics(RecipeGemms, ExactBackend):
         return operand.dequantize() if isinstance(operand, ExactOperand) else super().numbers(operand)
 
 
+@dataclass(eq=False)
 class _LinearScales:
     """The scales of one linear, or of all experts of a linear, in the microbatches of a pass."""
 
-    def __init__(
-        self, handle: LinearHandle, recipe: HostRecipe, histories: Histories, shared: Callable[[Tensor], Tensor]
-    ) -> None:
-        self._handle, self._recipe, self._histories, self._shared = handle, recipe, histories, shared
+    handle: LinearHandle
+    recipe: HostRecipe
+    histories: Histories
+    shared: Callable[[Tensor], Tensor]
+
+    def __post_init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
@@ -148,12 +152,12 @@ class _LinearScales:
         """
         key = expert, operand
         if key not in self._scales:
-            history, scale = self._histories(self._handle, expert, operand)
-            maximum = self._recipe.element(operand).maximum * 2.0**-self._recipe.margin
-            self._scales[key] = DelayedScale(maximum, history, scale, self._recipe.most_recent, self._shared)
+            history, scale = self.histories(self.handle, expert, operand)
+            maximum = self.recipe.element(operand).maximum * 2.0**-self.recipe.margin
+            self._scales[key] = DelayedScale(maximum, history, scale, self.recipe.most_recent, self.shared)
         microbatch = 0
         if operand != "w" and torch._C._current_graph_task_id() != -1:
-            microbatch = self._handle.state.backwards - after_backward
+            microbatch = self.handle.state.backwards - after_backward
         elif operand != "w":
             microbatch, self._forwards[expert] = self._forwards[expert], self._forwards[expert] + 1
         return self._scales[key].of(microbatch, x)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,41 +17,39 @@ from snip_megatron.sensitivity.recorder import Attempt, Boundary, Pass, directly
 _EMBEDDING = (0, 0)  # of the seeds of the noise
 
 
+@dataclass(eq=False)
 class ResidualStream:
     """The boundaries of this rank's model chunks: residual streams before each sub-block, and after the last one.
 
     Each boundary is reported by one pipeline stage.
 
-    Args:
+    Attributes:
         host: The host of the run.
         context: The state that the converted linears share.
         sample_tokens: The setting ``probe_tokens``.
         seed: Seed of the noise.
         attempt: Calls what no other rank waits for.
-
-    Attributes:
         boundaries: All boundaries of this rank, also the outputs of its chunks that another stage reports.
         reported: The boundaries whose sums this rank adds to the table.
     """
 
-    def __init__(
-        self, host: Host, context: StepContext, sample_tokens: int, seed: int, attempt: Attempt = directly
-    ) -> None:
-        self._host = host
-        self._attempt = attempt
-        self._context = context
-        self._seed = seed
+    host: Host
+    context: StepContext
+    sample_tokens: int
+    seed: int
+    attempt: Attempt = directly
+
+    def __post_init__(self) -> None:
         self.reported: list[Boundary] = []
         self.boundaries: list[Boundary] = []
         self._pairs: list[tuple[Boundary, Boundary]] = []
         self._segments: list[tuple[StreamSegment, list[Boundary]]] = []
-        self._hook_inputs = [chunk.hook_input for chunk in host.chunks if chunk.hook_input is not None]
-        self._sigma = 0.0
-        self._draws = 0
-        for segment in (segment for chunk in host.chunks for segment in chunk.segments):
+        self._sigma, self._draws = 0.0, 0
+        for segment in (segment for chunk in self.host.chunks for segment in chunk.segments):
             indices = [reader.boundary for reader in segment.readers]
             boundaries = [
-                Boundary(index, host.shard, sample_tokens, attempt=attempt) for index in (*indices, indices[-1] + 1)
+                Boundary(index, self.host.shard, self.sample_tokens, attempt=self.attempt)
+                for index in (*indices, indices[-1] + 1)
             ]
             self.boundaries += boundaries
             self._pairs += itertools.pairwise(boundaries)
@@ -86,8 +85,9 @@ class ResidualStream:
     def attached(self) -> Iterator[None]:
         """Install the hooks inside this context."""
         with ExitStack() as stack:
-            for hook_input in self._hook_inputs:  # first, because the first block's boundary records the noise
-                stack.callback(hook_input(self._add_noise).remove)
+            for chunk in self.host.chunks:  # first, because the first block's boundary records the noise
+                if chunk.hook_input is not None:
+                    stack.callback(chunk.hook_input(self._add_noise).remove)
             for segment, boundaries in self._segments:
                 for reader, boundary in zip(segment.readers, boundaries, strict=False):
                     hook = self._on_input(boundary, reader)
@@ -96,11 +96,11 @@ class ResidualStream:
             yield
 
     def _add_noise(self, stream: torch.Tensor) -> torch.Tensor:
-        if self._host.is_recomputing():  # the first block runs once more, on the same microbatch
+        if self.host.is_recomputing():  # the first block runs once more, on the same microbatch
             self._draws -= 1
         if not self._sigma:
             return stream
-        noisy: torch.Tensor | None = self._attempt(lambda: stream + self._draw(stream))
+        noisy: torch.Tensor | None = self.attempt(lambda: stream + self._draw(stream))
         return stream if noisy is None else noisy
 
     def _on_output(self, boundary: Boundary) -> Callable[..., None]:
@@ -126,16 +126,16 @@ class ResidualStream:
         return hook
 
     def _is_repetition(self, boundary: Boundary) -> bool:
-        return boundary.has_forward and self._host.is_recomputing()
+        return boundary.has_forward and self.host.is_recomputing()
 
     def _draw(self, like: torch.Tensor) -> torch.Tensor:
         """Return Gaussian noise [s(/tp), b, hidden] that depends on global microbatch, token and feature."""
-        context = self._context
+        context = self.context
         microbatch = self._draws * context.dp_size + context.dp_rank
         self._draws += 1
-        seed = derive_seed(self._seed, context.step, microbatch, *_EMBEDDING)
+        seed = derive_seed(self.seed, context.step, microbatch, *_EMBEDDING)
         rows, hidden = like.numel() // like.shape[-1], like.shape[-1]
-        first = self._host.shard.first_row(rows)
+        first = self.host.shard.first_row(rows)
         tokens = torch.arange(first, first + rows, device=like.device)
         noise = random_normal(seed, tokens, torch.arange(hidden, device=like.device))
         return (noise * self._sigma).view(like.shape).to(like.dtype)

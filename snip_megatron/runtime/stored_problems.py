@@ -17,7 +17,7 @@ from snip_megatron.precision import FOUR_BIT, Format, PrecisionMap, fp4_fraction
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError, plain_arguments
 from snip_megatron.precision.strict_json import read_file
-from snip_megatron.runtime.defaults import candidates
+from snip_megatron.runtime.config import candidates
 from snip_megatron.runtime.run_data import CONFIG, STEP_FILES, read_config, step_files, step_of, step_path
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest

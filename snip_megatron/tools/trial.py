@@ -27,7 +27,7 @@ from typing import Any
 
 from snip_megatron import __version__
 from snip_megatron.precision.errors import SnipError, cut, installed_version
-from snip_megatron.runtime.defaults import FASTEST
+from snip_megatron.runtime.config import FASTEST
 from snip_megatron.runtime.storage import deliver, dump_json
 from snip_megatron.tools import torchrun
 from snip_megatron.tools.argument_check import check_arguments

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from snip_megatron.numerics.products.selection import native_backend
-from snip_megatron.runtime.defaults import FASTEST
+from snip_megatron.runtime.config import FASTEST
 from snip_megatron.runtime.run_data import TIMINGS, read_config, read_events, read_maps
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.timing.table import TimingTable

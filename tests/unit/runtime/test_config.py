@@ -15,8 +15,14 @@ from refusal import refusal
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import AUTO
-from snip_megatron.runtime.config import SnipConfig, add_arguments, parse_snip_arguments, resolve_arguments
-from snip_megatron.runtime.defaults import FASTEST, dominated
+from snip_megatron.runtime.config import (
+    FASTEST,
+    SnipConfig,
+    add_arguments,
+    dominated,
+    parse_snip_arguments,
+    resolve_arguments,
+)
 from snip_megatron.runtime.options import is_option
 
 FIELDS = {f.name: f for f in dataclasses.fields(SnipConfig) if f.name != "enabled"}
