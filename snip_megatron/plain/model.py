@@ -28,19 +28,12 @@ _UNSUPPORTED_WRAPPERS = {"DataParallel": "DataParallel", "FullyShardedDataParall
 
 @dataclass(frozen=True)
 class Structure:
-    """The linears of a model's blocks. Only a forward pass shows their sub-blocks and roles.
+    """The linears of a model's blocks. Only a forward pass shows their sub-blocks and roles."""
 
-    Attributes:
-        model: the model without DDP and torch.compile around it.
-        blocks: the blocks in order.
-        linears: the linears that are converted, in global order, with their modules.
-        unconverted: the blocks' other matrices, which stay as they are, with their modules.
-    """
-
-    model: nn.Module
-    blocks: tuple[nn.Module, ...]
-    linears: Mapping[LinearRow, nn.Module]
-    unconverted: Mapping[LinearRow, nn.Module]
+    model: nn.Module  # the model without DDP and torch.compile around it
+    blocks: tuple[nn.Module, ...]  # the blocks in order
+    linears: Mapping[LinearRow, nn.Module]  # the linears that are converted, in global order, with their modules
+    unconverted: Mapping[LinearRow, nn.Module]  # the blocks' other matrices, which stay as they are, with their modules
 
     @property
     def unquantised_flops(self) -> float:

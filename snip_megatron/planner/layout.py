@@ -31,43 +31,34 @@ def microbatches_in_flight(microbatches: int, stage: int, pp: int, vpp: int = 1)
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a training, by the names of Megatron's and SNIP's arguments.
+    """The sizes of a training, by the names of Megatron's and SNIP's arguments."""
 
-    Attributes:
-        model: the model. Its rows name their pipeline stages.
-        vpp: virtual pipeline size, the number of chunks of each stage.
-        etp: tensor parallel size of experts. It is ``tp`` if None.
-        recompute: what the backward recomputes: ``none``, ``selective`` (``recompute_modules``) or ``full`` (the first
-            ``recompute_layers`` layers of each chunk, all of them if it is None).
-        gradient_bytes: bytes of an element of a gradient: 4, or 2 with ``--grad-reduce-in-bf16``.
-        gradient_accumulation_fusion: False with ``--no-gradient-accumulation-fusion``, which SNIP adds without Apex.
-        grouped_experts: whether the experts of a layer run grouped GEMMs: ``--moe-grouped-gemm`` with Transformer
-            Engine.
-        fused_swiglu: whether SwiGLU is fused with quantisation where a kernel does both.
-    """
-
-    model: Model
+    model: Model  # whose rows name their pipeline stages
     tp: int
     pp: int
-    vpp: int
+    vpp: int  # virtual pipeline size, the number of chunks of each stage
     dp: int
     seq_length: int
     micro_batch_size: int
     global_batch_size: int
     cp: int = 1
     ep: int = 1
-    etp: int | None = None
+    etp: int | None = None  # tensor parallel size of experts. It is ``tp`` if None
     sequence_parallel: bool = False
+    # what the backward recomputes: ``none``, ``selective`` (``recompute_modules``) or ``full`` (the first
+    # ``recompute_layers`` layers of each chunk, all of them if it is None)
     recompute: str = "none"
     recompute_layers: int | None = None
     recompute_modules: tuple[str, ...] = ("core_attn",)
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    gradient_bytes: int = 4
+    gradient_bytes: int = 4  # bytes of an element of a gradient: 4, or 2 with ``--grad-reduce-in-bf16``
+    # False with ``--no-gradient-accumulation-fusion``, which SNIP adds without Apex
     gradient_accumulation_fusion: bool = True
+    # whether the experts of a layer run grouped GEMMs: ``--moe-grouped-gemm`` with Transformer Engine
     grouped_experts: bool = False
-    fused_swiglu: bool = True
+    fused_swiglu: bool = True  # whether SwiGLU is fused with quantisation where a kernel does both
 
     def checked(self) -> Layout:
         """Return this layout. Raises SnipError if Megatron or SNIP would refuse its sizes."""

@@ -9,23 +9,17 @@ from snip_megatron.precision.errors import SnipError, cut
 
 @dataclass(frozen=True)
 class Model:
-    """A model: its linears, and the sizes of what is no linear.
-
-    Attributes:
-        rows: the linears of all layers. Their stages are those of a layout.
-        head_size: features of a head; of latent attention, the mean of those of keys and of values.
-        tied: whether the output layer shares the word embedding's weight.
-    """
+    """A model: its linears, and the sizes of what is no linear."""
 
     name: str
-    rows: tuple[LinearRow, ...]
+    rows: tuple[LinearRow, ...]  # the linears of all layers. Their stages are those of a layout
     hidden: int
     heads: int
     groups: int
-    head_size: int
+    head_size: int  # features of a head; of latent attention, the mean of those of keys and of values
     vocabulary: int
     context: int
-    tied: bool = False
+    tied: bool = False  # whether the output layer shares the word embedding's weight
 
     @property
     def blocks(self) -> int:

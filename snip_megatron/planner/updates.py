@@ -129,20 +129,14 @@ def sinks_of(model: Model) -> list[SinkRow]:
 # -- the collectives of a rank -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Collectives:
-    """Collectives of one part of an update.
+    """Collectives of one part of an update."""
 
-    Attributes:
-        part: What they exchange.
-        group: ``world``, ``tensor``, ``data``, ``expert tensor``, ``expert data`` or ``embedding``, the pipeline stages
-            that share a word embedding. Data parallel ranks include context parallel ones.
-        count: Number of calls.
-        bytes: Bytes that a rank contributes to them in all. An all-reduce sends about twice as many.
-    """
-
-    part: str
+    part: str  # what they exchange
+    # ``world``, ``tensor``, ``data``, ``expert tensor``, ``expert data`` or ``embedding``, the pipeline stages that
+    # share a word embedding. Data parallel ranks include context parallel ones
     group: str
-    count: int
-    bytes: int
+    count: int  # number of calls
+    bytes: int  # bytes that a rank contributes to them in all. An all-reduce sends about twice as many
 
 
 def update_collectives(

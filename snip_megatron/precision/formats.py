@@ -71,16 +71,11 @@ class Variant:
     """A format with the bits of another one but other scales or rounding (``numerics/quantize/formats.py``).
 
     Its GEMM runs on the same hardware in the same time as that of its base.
-
-    Attributes:
-        base: the format that it is a variant of.
-        gemms: the GEMMs that may run in it.
-        separate_weight: whether fprop and dgrad cannot share one quantised W.
     """
 
-    base: Format
-    gemms: tuple[Gemm, ...]
-    separate_weight: bool = False
+    base: Format  # the format that it is a variant of
+    gemms: tuple[Gemm, ...]  # the GEMMs that may run in it
+    separate_weight: bool = False  # whether fprop and dgrad cannot share one quantised W
 
 
 VARIANTS: Mapping[Format, Variant] = {

@@ -95,45 +95,30 @@ class Memory:
 
 @dataclass(kw_only=True)
 class RunSummary:
-    """The figures of a run and their verdict. Times are those of rank 0, in seconds. None means: not known.
+    """The figures of a run and their verdict. Times are those of rank 0, in seconds. None means: not known."""
 
-    Attributes:
-        verdict: ``yes``, ``no``, ``in longer runs``, ``too early``, ``not judged`` or ``no map``.
-        why: the reason if speed is not judged, or not yet. Otherwise empty.
-        warnings: what to change, if it was not worth it.
-        bf16_s, bf16_steps: median time of a step in bf16, and the number of steps of this median.
-        maps: the steps under each map.
-        saved_s: time saved so far, minus all costs.
-        saved_run_s: the same at the end of the run, if the current map stays.
-        costs: seconds by kind of event.
-        loss: None if it cannot be predicted.
-        memory: None if it was not recorded.
-        tokens_s: tokens a second of the usual steps under the latest map that has a median.
-        over_fp8, fp8: predicted speedup of a step under the map in force over one with all linears in ``fp8``, the
-            fastest 8-bit format.
-        lost: number of records that were never written, by kind.
-        gpus: number of GPUs. 0 on a CPU.
-    """
-
-    verdict: str = ""
-    why: str
-    warnings: tuple[str, ...] = ()
+    verdict: str = ""  # ``yes``, ``no``, ``in longer runs``, ``too early``, ``not judged`` or ``no map``
+    why: str  # the reason if speed is not judged, or not yet. Otherwise empty
+    warnings: tuple[str, ...] = ()  # what to change, if it was not worth it
     steps: int
     total_steps: int | None
+    # bf16_s, bf16_steps: median time of a step in bf16, and the number of steps of this median
     bf16_s: float | None
     bf16_steps: int
-    maps: tuple[Stretch, ...]
-    saved_s: float | None
-    saved_run_s: float | None = None
+    maps: tuple[Stretch, ...]  # the steps under each map
+    saved_s: float | None  # time saved so far, minus all costs
+    saved_run_s: float | None = None  # the same at the end of the run, if the current map stays
     updates: int
-    costs: Mapping[str, float]
-    loss: LossCost | None
-    memory: Memory | None
-    tokens_s: float | None
+    costs: Mapping[str, float]  # seconds by kind of event
+    loss: LossCost | None  # None if it cannot be predicted
+    memory: Memory | None  # None if it was not recorded
+    tokens_s: float | None  # tokens a second of the usual steps under the latest map that has a median
+    # over_fp8, fp8: predicted speedup of a step under the map in force over one with all linears in ``fp8``, the
+    # fastest 8-bit format
     over_fp8: float | None = None
     fp8: str = ""
-    lost: Mapping[str, int]
-    gpus: int
+    lost: Mapping[str, int]  # number of records that were never written, by kind
+    gpus: int  # number of GPUs. 0 on a CPU
 
     @property
     def gpu_hours_saved(self) -> float | None:

@@ -31,31 +31,21 @@ LATEST = 8
 
 @dataclass
 class Stretch:
-    """The steps between two adoptions.
+    """The steps between two adoptions."""
 
-    Attributes:
-        begin, end: The first step, and the step after the last.
-        version: Version of the map. None before the first map.
-        quantised: Whether any GEMM of the map is not in bf16.
-        bf16: Seconds of the last usual steps in bf16 on this machine. Stretches on one machine share it.
-        usual: Seconds of the last usual steps.
-        settling: Seconds of all steps right after an update or an adoption.
-        timed, timed_s: Number of steps whose duration is known, and their seconds.
-        predicted: The predicted speedup. None if there is none.
-        predicted_of: What it is the speedup of: the whole ``step`` or the ``linears``.
-    """
-
+    # begin, end: the first step, and the step after the last
     begin: int
-    bf16: deque[float]
-    version: int | None = None
-    quantised: bool = False
+    bf16: deque[float]  # seconds of the last usual steps in bf16 on this machine. Stretches on one machine share it
+    version: int | None = None  # version of the map. None before the first map
+    quantised: bool = False  # whether any GEMM of the map is not in bf16
     end: int = 0
-    usual: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    settling: list[float] = field(default_factory=list)
+    usual: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # seconds of the last usual steps
+    settling: list[float] = field(default_factory=list)  # seconds of all steps right after an update or an adoption
+    # timed, timed_s: number of steps whose duration is known, and their seconds
     timed: int = 0
     timed_s: float = 0.0
-    predicted: float | None = None
-    predicted_of: str = ""
+    predicted: float | None = None  # the predicted speedup. None if there is none
+    predicted_of: str = ""  # what it is the speedup of: the whole ``step`` or the ``linears``
 
     @property
     def steps(self) -> int:

@@ -38,22 +38,15 @@ Losses = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Job:
-    """How jobs differ: what a job multiplies in, what the reference of that is, and how its own kernels are watched.
+    """How jobs differ: what a job multiplies in, what the reference of that is, and how its own kernels are watched."""
 
-    Attributes:
-        kind: ``snip`` or ``megatron``: who chose the formats.
-        description: The formats in words.
-        formats: The format of every GEMM.
-        numerics: The reference of the formats. Pass (b) runs on it, and it checks the job's kernels.
-        watch: Returns a context in which linears run as in training and pass their products to a watcher.
-        bound: Bits of a format → least signal to noise ratio of the job's kernels in dB.
-    """
-
-    kind: str
-    description: str
+    kind: str  # ``snip`` or ``megatron``: who chose the formats
+    description: str  # the formats in words
     formats: PrecisionMap
-    numerics: ExactBackend = EXACT
+    numerics: ExactBackend = EXACT  # the reference of the formats. Pass (b) runs on it, and it checks the job's kernels
+    # returns a context in which linears run as in training and pass their products to a watcher
     watch: Callable[[StepContext, Watcher], AbstractContextManager[None]] = watched
+    # bits of a format → least signal to noise ratio of the job's kernels in dB
     bound: Mapping[int, float] = field(default_factory=lambda: BOUND)
 
     def formats_of(self, handle: LinearHandle) -> Formats:

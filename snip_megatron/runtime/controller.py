@@ -42,35 +42,21 @@ OnAdopt = Callable[[int, PrecisionMap], object]
 
 @dataclass(eq=False)
 class Controller:
-    """The loop of SNIP on one rank.
+    """The loop of SNIP on one rank."""
 
-    Attributes:
-        config: The configuration of the run, equal on all ranks.
-        registry: The converted linears of this rank.
-        channel: Broadcasts decisions of rank 0.
-        report: Exchanges the figures of a step.
-        coordinator: The work of rank 0. None on other ranks.
-        sink: The host's loggers. They write nothing on ranks that have none.
-        clip_grad: The host's limit of the gradient norm. 0 if gradients are not clipped.
-        restored: The state of a checkpoint. None for a fresh run.
-        unquantised: FLOPs a token of the decoder's linears that no map covers, for all GEMMs together.
-        kernels: The kernels that maps and updates need. None if they need none.
-        timeline: The timeline of the run. None if its end is unknown.
-        on_adopt: Called for each map that is adopted, with those of a checkpoint and of phases. The first
-            exception in it is printed in one line, and training goes on.
-    """
-
-    config: SnipConfig
-    registry: LinearRegistry
-    channel: MapChannel
-    report: StepReport
-    coordinator: RankZeroCoordinator | None
-    sink: Sink
-    clip_grad: float
-    restored: ControllerState | None = None
-    unquantised: float = 0.0
-    kernels: Kernels | None = None
-    timeline: Timeline | None = None
+    config: SnipConfig  # the configuration of the run, equal on all ranks
+    registry: LinearRegistry  # the converted linears of this rank
+    channel: MapChannel  # broadcasts decisions of rank 0
+    report: StepReport  # exchanges the figures of a step
+    coordinator: RankZeroCoordinator | None  # the work of rank 0. None on other ranks
+    sink: Sink  # the host's loggers. They write nothing on ranks that have none
+    clip_grad: float  # the host's limit of the gradient norm. 0 if gradients are not clipped
+    restored: ControllerState | None = None  # the state of a checkpoint. None for a fresh run
+    unquantised: float = 0.0  # FLOPs a token of the decoder's linears that no map covers, for all GEMMs together
+    kernels: Kernels | None = None  # the kernels that maps and updates need. None if they need none
+    timeline: Timeline | None = None  # the timeline of the run. None if its end is unknown
+    # called for each map that is adopted, with those of a checkpoint and of phases. The first exception in it is
+    # printed in one line, and training goes on
     on_adopt: OnAdopt | None = None
 
     def __post_init__(self) -> None:

@@ -36,29 +36,21 @@ class RankZeroCoordinator:
     """Rank 0's side of updates: it submits them to the solver, and writes the run directory.
 
     Attributes:
-        config: The configuration of the run.
-        request: The solve request of all updates, without its version.
-        linears: The linears of the whole model.
-        static_map: The checked map of ``--snip-map``. None if there is none.
-        run: The run directory. None if the run has none.
-        tokens_per_step: The tokens of a step to which ``request`` refers. None if its FLOPs do not depend on them.
-        finished: Called with the path of the run directory after its last record.
-        unjudged: Why step times under maps are not compared with those in bf16, as the printed line says it. None if
-            they are.
-        solver: What solves updates. None for a solver process.
-        times: Measures the times of the run's options before the first update. None if ``request`` has them.
         replay: The maps of ``--snip-replay`` by the step at which they were adopted.
     """
 
     config: SnipConfig
-    request: SolveRequest
-    linears: tuple[LinearRow, ...]
-    static_map: PrecisionMap | None
-    run: RunDirectory | None
+    request: SolveRequest  # the solve request of all updates, without its version
+    linears: tuple[LinearRow, ...]  # of the whole model
+    static_map: PrecisionMap | None  # the checked map of ``--snip-map``. None if there is none
+    run: RunDirectory | None  # None if the run has none
+    # the tokens of a step to which ``request`` refers. None if its FLOPs do not depend on them
     tokens_per_step: int | None = None
-    finished: Callable[[Path], None] | None = None
+    finished: Callable[[Path], None] | None = None  # called with the path of the run directory after its last record
+    # why step times under maps are not compared with those in bf16, as the printed line says it. None if they are
     unjudged: str | None = "emulated"
-    solver: SolverInProcess | None = None
+    solver: SolverInProcess | None = None  # what solves updates. None for a solver process
+    # measures the times of the run's options before the first update. None if ``request`` has them
     times: Callable[[], OptionTimes] | None = None
 
     def __post_init__(self) -> None:

@@ -123,24 +123,16 @@ News = Callable[[], Mapping[str, float] | None]
 
 @dataclass(frozen=True)
 class StepFigures(JsonFields):
-    """The figures of one training step, equal on all ranks.
-
-    Attributes:
-        loss: Mean loss over the ranks that have it. None if no rank has it or it is not finite.
-        grad_norm: Gradient norm before clipping. None if it is unknown or not finite.
-        broken: Whether the loss or the gradient norm was NaN or Inf on any rank.
-        answered: Whether rank 0 knew the outcome of the pending update.
-        ready: Whether all ranks had their kernels.
-        account: Rank 0's figures about the speed of the run, at the steps that have new ones: ``step_s``, and if they
-            are known ``speedup`` over bf16 and ``saved_h``, the hours saved so far.
-    """
+    """The figures of one training step, equal on all ranks."""
 
     step: int
-    loss: float | None
-    grad_norm: float | None
-    broken: bool = False
-    answered: bool = False
-    ready: bool = True
+    loss: float | None  # mean loss over the ranks that have it. None if no rank has it or it is not finite
+    grad_norm: float | None  # gradient norm before clipping. None if it is unknown or not finite
+    broken: bool = False  # whether the loss or the gradient norm was NaN or Inf on any rank
+    answered: bool = False  # whether rank 0 knew the outcome of the pending update
+    ready: bool = True  # whether all ranks had their kernels
+    # rank 0's figures about the speed of the run, at the steps that have new ones: ``step_s``, and if they are known
+    # ``speedup`` over bf16 and ``saved_h``, the hours saved so far
     account: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -244,24 +244,18 @@ class KernelCheck(Watcher):
 
 @dataclass
 class Effect:
-    """What rounding does to one GEMM on the inputs of a bf16 pass, as sums over the tokens of this rank.
+    """What rounding does to one GEMM on the inputs of a bf16 pass, as sums over the tokens of this rank."""
 
-    Attributes:
-        loss: ⟨G, E⟩ of the error E of fprop, the change of the loss to first order.
-        fisher: Σ over tokens of ⟨G, E⟩², from which the change to second order follows.
-        error, signal, along: ‖E‖², ‖Y‖² and ⟨Y + E, Y⟩ of the GEMM's exact result Y.
-        mse: Sum over both operands of ‖Q(x) − x‖²/‖x‖². ``underflow``: the larger share of numbers rounded to zero.
-        count: Number of products.
-    """
-
-    loss: float = 0.0
-    fisher: float = 0.0
+    loss: float = 0.0  # ⟨G, E⟩ of the error E of fprop, the change of the loss to first order
+    fisher: float = 0.0  # Σ over tokens of ⟨G, E⟩², from which the change to second order follows
+    # error, signal, along: ‖E‖², ‖Y‖² and ⟨Y + E, Y⟩ of the GEMM's exact result Y
     error: float = 0.0
     signal: float = 0.0
     along: float = 0.0
+    # sum over both operands of ‖Q(x) − x‖²/‖x‖². ``underflow``: the larger share of numbers rounded to zero
     mse: float = 0.0
     underflow: float = 0.0
-    count: float = 0.0
+    count: float = 0.0  # number of products
 
 
 COLUMNS = tuple(Effect.__dataclass_fields__)

@@ -49,24 +49,15 @@ class Alarm(JsonFields):
 
 @dataclass
 class GuardState(JsonFields):
-    """The state of the guard in a checkpoint.
+    """The state of the guard in a checkpoint."""
 
-    Attributes:
-        losses: The last losses outside probations that are no spikes.
-        probation: The step of the adoption that is watched. None outside a probation.
-        strikes: Spikes in a row on probation, which count against the map.
-        spikes: Spikes in a row outside a probation. A window of them is a new level of the loss.
-        bar: Limit of the next map's predicted loss. None if there is none.
-        refusals: Number of maps in a row that were refused.
-        good: The last map that passed its probation. None if that is bf16 everywhere, with which training began.
-    """
-
-    losses: tuple[float, ...] = ()
-    probation: int | None = None
-    strikes: int = 0
-    spikes: int = 0
-    bar: float | None = None
-    refusals: int = 0
+    losses: tuple[float, ...] = ()  # the last losses outside probations that are no spikes
+    probation: int | None = None  # the step of the adoption that is watched. None outside a probation
+    strikes: int = 0  # spikes in a row on probation, which count against the map
+    spikes: int = 0  # spikes in a row outside a probation. A window of them is a new level of the loss
+    bar: float | None = None  # limit of the next map's predicted loss. None if there is none
+    refusals: int = 0  # number of maps in a row that were refused
+    # the last map that passed its probation. None if that is bf16 everywhere, with which training began
     good: PrecisionMap | None = None
 
 

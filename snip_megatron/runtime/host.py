@@ -27,32 +27,20 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class StreamReader:
-    """The module that reads the residual stream at the beginning of a sub-block.
+    """The module that reads the residual stream at the beginning of a sub-block."""
 
-    Attributes:
-        module: The stream is its first argument, or ``hidden_states``.
-        boundary: Index of the sub-block.
-        recomputed: Whether the backward recomputes this module alone.
-    """
-
-    module: nn.Module
-    boundary: int
-    recomputed: bool = False
+    module: nn.Module  # the stream is its first argument, or ``hidden_states``
+    boundary: int  # index of the sub-block
+    recomputed: bool = False  # whether the backward recomputes this module alone
 
 
 @dataclass(frozen=True)
 class StreamSegment:
-    """Consecutive sub-blocks of this rank on one residual stream.
+    """Consecutive sub-blocks of this rank on one residual stream."""
 
-    Attributes:
-        readers: The module that reads the stream, for each sub-block.
-        output: The module whose output, or first output, is the stream after the last sub-block.
-        is_last: Whether the stream ends on this rank.
-    """
-
-    readers: Sequence[StreamReader]
-    output: nn.Module
-    is_last: bool
+    readers: Sequence[StreamReader]  # the module that reads the stream, for each sub-block
+    output: nn.Module  # the module whose output, or first output, is the stream after the last sub-block
+    is_last: bool  # whether the stream ends on this rank
 
 
 @dataclass(frozen=True)
@@ -68,62 +56,39 @@ class Chunk:
 
 @dataclass(frozen=True)
 class LocalSink:
-    """This rank's shard of a parameter beside the linears that gradient errors reach.
+    """This rank's shard of a parameter beside the linears that gradient errors reach."""
 
-    Attributes:
-        row: Index of the parameter among the model's sinks.
-        weight: The shard.
-        replicated: Whether all tensor parallel ranks hold the same values.
-        first_row: Global index of the shard's first row.
-    """
-
-    row: int
-    weight: nn.Parameter
-    replicated: bool = False
-    first_row: int = 0
+    row: int  # index of the parameter among the model's sinks
+    weight: nn.Parameter  # the shard
+    replicated: bool = False  # whether all tensor parallel ranks hold the same values
+    first_row: int = 0  # global index of the shard's first row
 
 
 @dataclass(frozen=True)
 class Host:
-    """What does not change during a run.
+    """What does not change during a run."""
 
-    Attributes:
-        groups: Process groups of the reductions of probes.
-        device: Device of the model on this rank.
-        chunks: The model chunks of this rank.
-        hidden: Hidden size.
-        shard: The tokens of this rank.
-        sinks: The sinks of the whole model.
-        local_sinks: The sinks of this rank.
-        optimizer_sharded: Whether each rank holds a shard of the optimizer's state.
-        tokens: Tokens of a microbatch on this rank. None if only the passes tell.
-        pass_group: A pass runs a multiple of this number of microbatches, if the step has so many.
-        in_flight: Number of microbatches of a pass → how many of them hold activations at a time.
-        sequence_parallel: Whether inputs of column-parallel linears are saved as token shards.
-        recomputes_blocks: Whether the backward recomputes whole blocks, one at a time.
-        is_recomputing: Returns whether a forward that runs now may be a recomputation in the backward.
-        full_tensor: Returns all of a tensor that torch may have sharded over ranks. Collective if it has.
-        passes_alone: Whether no rank waits for another one inside a pass, so that a pass may fail on one rank.
-        gathers_updates: Whether :meth:`HostStep.update_of` is a collective.
-    """
-
-    groups: ProbeGroups
-    device: torch.device
-    chunks: Sequence[Chunk]
+    groups: ProbeGroups  # process groups of the reductions of probes
+    device: torch.device  # device of the model on this rank
+    chunks: Sequence[Chunk]  # the model chunks of this rank
     hidden: int
-    shard: TokenShard
-    sinks: tuple[SinkRow, ...]
-    local_sinks: Sequence[LocalSink]
-    optimizer_sharded: bool = False
-    tokens: int | None = None
-    pass_group: int = 1
+    shard: TokenShard  # the tokens of this rank
+    sinks: tuple[SinkRow, ...]  # the sinks of the whole model
+    local_sinks: Sequence[LocalSink]  # the sinks of this rank
+    optimizer_sharded: bool = False  # whether each rank holds a shard of the optimizer's state
+    tokens: int | None = None  # tokens of a microbatch on this rank. None if only the passes tell
+    pass_group: int = 1  # A pass runs a multiple of this number of microbatches, if the step has so many
+    # number of microbatches of a pass → how many of them hold activations at a time
     in_flight: Callable[[int], float] = float
-    sequence_parallel: bool = False
-    recomputes_blocks: bool = False
+    sequence_parallel: bool = False  # whether inputs of column-parallel linears are saved as token shards
+    recomputes_blocks: bool = False  # whether the backward recomputes whole blocks, one at a time
+    # returns whether a forward that runs now may be a recomputation in the backward
     is_recomputing: Callable[[], bool] = lambda: False
+    # returns all of a tensor that torch may have sharded over ranks. Collective if it has
     full_tensor: Change = lambda tensor: tensor
+    # whether no rank waits for another one inside a pass, so that a pass may fail on one rank
     passes_alone: bool = False
-    gathers_updates: bool = False
+    gathers_updates: bool = False  # whether :meth:`HostStep.update_of` is a collective
 
 
 class HostStep(Protocol):
@@ -180,21 +145,13 @@ class HostStep(Protocol):
 # -- between the parts of a run ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ProbeResult:
-    """What the probes of one update measured.
+    """What the probes of one update measured."""
 
-    Attributes:
-        table: The statistics, equal on all ranks.
-        seconds: Kind of pass, or ``reduction`` → its seconds on this rank.
-        scale: Scales of the gradient, and the tokens of the probe over all ranks.
-        passes: Kind of pass → microbatches on each rank.
-        sequences: Sequences of each microbatch that the passes took.
-    """
-
-    table: StatisticsTable
-    seconds: dict[str, float]
-    scale: StepScale
-    passes: dict[str, int]
-    sequences: int = 1
+    table: StatisticsTable  # the statistics, equal on all ranks
+    seconds: dict[str, float]  # kind of pass, or ``reduction`` → its seconds on this rank
+    scale: StepScale  # scales of the gradient, and the tokens of the probe over all ranks
+    passes: dict[str, int]  # kind of pass → microbatches on each rank
+    sequences: int = 1  # sequences of each microbatch that the passes took
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the kind and the fields of one event for each pass."""
@@ -206,16 +163,11 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """Why all ranks drop an update. Equal on all ranks.
+    """Why all ranks drop an update. Equal on all ranks."""
 
-    Attributes:
-        reason: The reason in one line.
-        fields: Fields of the event.
-        sequences: Sequences of a microbatch that the next update takes at most. None if as many as this one.
-    """
-
-    reason: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    reason: str  # the reason in one line
+    fields: Mapping[str, Any] = field(default_factory=dict)  # fields of the event
+    # sequences of a microbatch that the next update takes at most. None if as many as this one
     sequences: int | None = None
 
 

@@ -56,23 +56,15 @@ _SIGNS, _NOISE = 1, 2  # streams of random numbers derived from --snip-seed
 
 @dataclass(eq=False)
 class ProbeRunner:
-    """Runs the passes of an update. All ranks call its methods at the same step.
-
-    Attributes:
-        host: The host of the run.
-        registry: The converted linears of this rank.
-        config: The configuration of the run.
-        weighs_updates: Whether the policy needs the noise pass and weight divergence.
-        has_trained: Whether this process has trained a step, so that its peak memory predicts that of a pass.
-        first_peak: Bytes that the first pass of the training took.
-    """
+    """Runs the passes of an update. All ranks call its methods at the same step."""
 
     host: Host
-    registry: LinearRegistry
+    registry: LinearRegistry  # the converted linears of this rank
     config: SnipConfig
-    weighs_updates: bool
+    weighs_updates: bool  # whether the policy needs the noise pass and weight divergence
+    # whether this process has trained a step, so that its peak memory predicts that of a pass
     has_trained: bool = False
-    first_peak: float = 0.0
+    first_peak: float = 0.0  # bytes that the first pass of the training took
 
     def first_pass[T](self, run: Callable[[], T]) -> T:
         """Run a pass of the first training step, and measure what memory it takes.

@@ -24,20 +24,15 @@ class ResidualStream:
     Each boundary is reported by one pipeline stage.
 
     Attributes:
-        host: The host of the run.
-        context: The state that the converted linears share.
-        sample_tokens: The setting ``probe_tokens``.
-        seed: Seed of the noise.
-        attempt: Calls what no other rank waits for.
         boundaries: All boundaries of this rank, also the outputs of its chunks that another stage reports.
         reported: The boundaries whose sums this rank adds to the table.
     """
 
     host: Host
-    context: StepContext
-    sample_tokens: int
-    seed: int
-    attempt: Attempt = directly
+    context: StepContext  # the state that the converted linears share
+    sample_tokens: int  # the setting ``probe_tokens``
+    seed: int  # seed of the noise
+    attempt: Attempt = directly  # calls what no other rank waits for
 
     def __post_init__(self) -> None:
         self.reported: list[Boundary] = []

@@ -32,15 +32,10 @@ ENOUGH_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Rise:
-    """The measured rise of the loss under a map, in nats.
+    """The measured rise of the loss under a map, in nats."""
 
-    Attributes:
-        mean: Mean over tokens of the loss under the map minus that in bf16.
-        error: Standard error of ``mean``. None with fewer than two tokens.
-    """
-
-    mean: float
-    error: float | None
+    mean: float  # mean over tokens of the loss under the map minus that in bf16
+    error: float | None  # standard error of ``mean``. None with fewer than two tokens
     tokens: int
 
     @classmethod

@@ -294,18 +294,12 @@ class Lock:
     """The content of ``lock.json``: the process that writes a run directory.
 
     The lock of a job that was killed stays in the directory.
-
-    Attributes:
-        host: Host name.
-        process: Process id.
-        born: Start of the process in clock ticks, because process ids are used again.
-        job: Id of the SLURM job or of torchrun's rendezvous. None if there is none.
     """
 
     host: str
     process: int
-    born: int
-    job: str | None
+    born: int  # start of the process in clock ticks, because process ids are used again
+    job: str | None  # id of the SLURM job or of torchrun's rendezvous. None if there is none
 
     @classmethod
     def of_this_process(cls) -> Lock:

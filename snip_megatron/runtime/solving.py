@@ -45,52 +45,36 @@ class SolveJob:
 
 @dataclass(frozen=True)
 class Candidate(JsonFields):
-    """A map of an update, of which one is adopted.
+    """A map of an update, of which one is adopted."""
 
-    Attributes:
-        precision_map: The map, which is the first of ``plan`` if there is one. Its target and predicted loss are those
-            of the update, also if the solver minimised scores of another policy.
-        policy: The policy whose scores the solver minimised.
-        predicted: The predicted rise of the loss by the map's fprops, ΣΔL in nats. None if it is not known.
-        backward: The predicted rise by its dgrads and wgrads in nats. 0 if the policy does not score them in nats.
-        plan: The plan of the remaining phases. None in a run without phases.
-        weight: What the budget bounds, relative to the predicted rise by the map. It is 1 without phases.
-    """
-
+    # the map, which is the first of ``plan`` if there is one. Its target and predicted loss are those of the update,
+    # also if the solver minimised scores of another policy
     precision_map: PrecisionMap
-    policy: str
-    predicted: float | None
+    policy: str  # the policy whose scores the solver minimised
+    predicted: float | None  # the predicted rise of the loss by the map's fprops, ΣΔL in nats. None if it is not known
+    # the predicted rise by its dgrads and wgrads in nats. 0 if the policy does not score them in nats
     backward: float = 0.0
-    plan: PrecisionPlan | None = None
-    weight: float = 1.0
+    plan: PrecisionPlan | None = None  # the plan of the remaining phases. None in a run without phases
+    weight: float = 1.0  # what the budget bounds, relative to the predicted rise by the map. It is 1 without phases
 
 
 @dataclass(frozen=True)
 class SidecarResult:
-    """The outcome of one job. Either ``candidates`` or ``failure`` is set.
+    """The outcome of one job. Either ``candidates`` or ``failure`` is set."""
 
-    Attributes:
-        version: Version of the request. The client sets it.
-        failure: Why there is no map: ``died`` (the process ended), ``exception``, ``infeasible``, ``deadline`` (no
-            answer in time) or ``oom``. None if there is one.
-        message: The failure in one line.
-        candidates: The map or plan of the request, and that of the rule ``backward-first`` if it costs the same and is
-            another map.
-        out_of_reach: Why past steps have made the request's budget over the run impossible. ``plan`` then has the
-            highest reachable budget. None if it has the request's.
-        problem_json: The Problem. None if the job failed before it was built.
-        scores: The scores from which the Problem was built.
-        latency_s: Seconds from the submission to the answer or the failure. The client sets it.
-    """
-
-    version: int = 0
+    version: int = 0  # version of the request. The client sets it
+    # why there is no map: ``died`` (the process ended), ``exception``, ``infeasible``, ``deadline`` (no answer in time)
+    # or ``oom``. None if there is one
     failure: str | None = None
-    message: str = ""
+    message: str = ""  # the failure in one line
+    # the map or plan of the request, and that of the rule ``backward-first`` if it costs the same and is another map
     candidates: tuple[Candidate, ...] = ()
+    # why past steps have made the request's budget over the run impossible. ``plan`` then has the highest reachable
+    # budget. None if it has the request's
     out_of_reach: str | None = None
-    problem_json: str | None = None
-    scores: Mapping[str, Any] = field(default_factory=dict)
-    latency_s: float = 0.0
+    problem_json: str | None = None  # the Problem. None if the job failed before it was built
+    scores: Mapping[str, Any] = field(default_factory=dict)  # the scores from which the Problem was built
+    latency_s: float = 0.0  # seconds from the submission to the answer or the failure. The client sets it
 
 
 class SolverInProcess:

@@ -50,21 +50,14 @@ class Goal(JsonFields):
 
 @dataclass
 class BudgetSpent(JsonFields):
-    """What the past steps of a run contribute to its average over the run, equal on all ranks.
+    """What the past steps of a run contribute to its average over the run, equal on all ranks."""
 
-    Attributes:
-        origin: First step of the run under SNIP. Earlier steps, of a checkpoint without SNIP, do not count.
-        steps: Number of steps that count.
-        shares: Sum over these steps of the fp4 share of the map in force.
-        times: Sum over these steps of the predicted time of the decoder's linears relative to bf16 (1 / speedup).
-        last: The step before which the run ends. None if it was not known.
-    """
-
-    origin: int
-    steps: int = 0
-    shares: float = 0.0
+    origin: int  # first step of the run under SNIP. Earlier steps, of a checkpoint without SNIP, do not count
+    steps: int = 0  # number of steps that count
+    shares: float = 0.0  # sum over these steps of the fp4 share of the map in force
+    # sum over these steps of the predicted time of the decoder's linears relative to bf16 (1 / speedup)
     times: float = 0.0
-    last: int | None = None
+    last: int | None = None  # the step before which the run ends. None if it was not known
 
     def __post_init__(self) -> None:
         for name in ("origin", "steps", "shares", "times"):
@@ -93,59 +86,37 @@ class BudgetSpent(JsonFields):
 
 @dataclass
 class Pending(JsonFields):
-    """An update that was submitted and is not decided yet.
+    """An update that was submitted and is not decided yet."""
 
-    Attributes:
-        step: The step before which it was measured.
-        due: The step before which it is decided.
-        version: Version of its map.
-        table: Its statistics.
-        phases: The phases that it plans. None if it solves a single map.
-        rejected: The best candidate of its first solution, which broke the bound of the loss as measured. None before.
-    """
-
-    step: int
-    due: int
-    version: int
+    step: int  # the step before which it was measured
+    due: int  # the step before which it is decided
+    version: int  # version of its map
     table: StatisticsTable
-    phases: PhasedRequest | None = None
+    phases: PhasedRequest | None = None  # the phases that it plans. None if it solves a single map
+    # the best candidate of its first solution, which broke the bound of the loss as measured. None before
     rejected: Candidate | None = None
 
 
 @dataclass
 class ControllerState(JsonFields):
-    """The state of the controller. A field is None if there is nothing to store.
+    """The state of the controller. A field is None if there is nothing to store."""
 
-    Attributes:
-        precision_map: The map in force.
-        version: Version of the latest submitted update.
-        pending: The update that is submitted and undecided.
-        grad_norm: Gradient norm of the last step before clipping. None if it is unknown or not finite.
-        guard: The state of the guard.
-        alarm: An alarm of the guard on which the next step acts.
-        in_flight: Figures of the last step, whose collective was outstanding when the checkpoint was written.
-        spent: What past steps contribute to the average over the run.
-        plan: The maps of the remaining phases. None if the map stays until the next update.
-        goal: The goal of the run's maps.
-        sequences: Sequences of a microbatch that the probes of the latest update took.
-        postponed: The step before which an update starts that had to wait for kernels or was dropped.
-        failures: Number of updates in a row that were dropped.
-        correction: Factor of the predicted losses, as measured rises require. See :meth:`Comparison.corrected`.
-    """
-
-    precision_map: PrecisionMap | None = None
-    version: int = 0
-    pending: Pending | None = None
+    precision_map: PrecisionMap | None = None  # the map in force
+    version: int = 0  # version of the latest submitted update
+    pending: Pending | None = None  # the update that is submitted and undecided
+    # gradient norm of the last step before clipping. None if it is unknown or not finite
     grad_norm: float | None = None
     guard: GuardState | None = None
-    alarm: Alarm | None = None
+    alarm: Alarm | None = None  # an alarm of the guard on which the next step acts
+    # figures of the last step, whose collective was outstanding when the checkpoint was written
     in_flight: StepFigures | None = None
-    spent: BudgetSpent | None = None
-    plan: PrecisionPlan | None = None
-    goal: Goal | None = None
-    sequences: int | None = None
-    postponed: int | None = None
-    failures: int = 0
+    spent: BudgetSpent | None = None  # what past steps contribute to the average over the run
+    plan: PrecisionPlan | None = None  # the maps of the remaining phases. None if the map stays until the next update
+    goal: Goal | None = None  # the goal of the run's maps
+    sequences: int | None = None  # sequences of a microbatch that the probes of the latest update took
+    postponed: int | None = None  # the step before which an update starts that had to wait for kernels or was dropped
+    failures: int = 0  # number of updates in a row that were dropped
+    # factor of the predicted losses, as measured rises require. See :meth:`Comparison.corrected`
     correction: float = 1.0
 
     def to_bytes(self) -> bytes:
@@ -171,25 +142,18 @@ def even_weights(origin: int, begins: Sequence[int], last: int) -> tuple[float, 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The timeline of a run, equal on all ranks.
+    """The timeline of a run, equal on all ranks."""
 
-    Attributes:
-        last: The step before which training ends.
-        schedule: The phases, which may have different maps. None if maps do not depend on time.
-        fixed: Returns the plan of a policy without statistics from (first step of the run, ``last``, first step of the
-            plan, sum of the fp4 shares of the steps before it). None for other policies.
-        carried: Returns the weights of the carried losses from (first step of the run, first steps of its remaining
-            phases, ``last``).
-        standing: Weight of the standing loss in the last phase (``sensitivity.request``).
-        timed: Whether the average over the run is one of predicted time instead of the fp4 share.
-    """
-
-    last: int
-    schedule: Schedule | None = None
+    last: int  # the step before which training ends
+    schedule: Schedule | None = None  # the phases, which may have different maps. None if maps do not depend on time
+    # returns the plan of a policy without statistics from (first step of the run, ``last``, first step of the plan, sum
+    # of the fp4 shares of the steps before it). None for other policies
     fixed: Callable[[int, int, int, float], PrecisionPlan] | None = None
+    # returns the weights of the carried losses from (first step of the run, first steps of its remaining phases,
+    # ``last``)
     carried: Callable[[int, Sequence[int], int], Sequence[float]] = even_weights
-    standing: float = 1.0
-    timed: bool = False
+    standing: float = 1.0  # weight of the standing loss in the last phase (``sensitivity.request``)
+    timed: bool = False  # whether the average over the run is one of predicted time instead of the fp4 share
 
 
 class ScheduleState:

@@ -39,25 +39,18 @@ _TIMINGS = "h200"
 # -- configurations and jobs ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Configuration:
-    """A known configuration. The user's arguments of the same names replace its values.
+    """A known configuration. The user's arguments of the same names replace its values."""
 
-    Attributes:
-        title: name of the model for readers.
-        dp: data parallel size, which decides ``nodes`` if that is None.
-        tokens: tokens of the whole run.
-        lr: largest learning rate of a cosine schedule that ends at a tenth of it.
-    """
-
-    title: str
+    title: str  # name of the model for readers
     model: str
     tp: int
     pp: int
-    dp: int
+    dp: int  # data parallel size, which decides ``nodes`` if that is None
     seq_length: int
     micro_batch_size: int
     global_batch_size: int
-    tokens: float
-    lr: float
+    tokens: float  # tokens of the whole run
+    lr: float  # largest learning rate of a cosine schedule that ends at a tenth of it
     recompute: str = "none"
     gpus_per_node: int = 8
     nodes: int | None = None
@@ -80,30 +73,21 @@ _CHANGES = (
 
 @dataclass(frozen=True)
 class Job:
-    """One training run.
+    """One training run."""
 
-    Attributes:
-        configuration: the known configuration with the user's changes.
-        nodes: with ``configuration.gpus_per_node`` on each, as many GPUs as the layout has ranks.
-        data: a folder of ``snip prepare-data``, ``mock``, or None if ``extra`` names the data.
-        load: equal to ``save`` if the run resumes from the newest checkpoint there, or begins anew without one. None if
-            it does not resume, or if ``extra`` names another checkpoint to begin with.
-        smoke: whether this is a trial with a small model.
-        graphs: whether Transformer Engine's CUDA graphs replay the layers, which then do not wait for the host.
-        extra: arguments of Megatron that override all others, except ``load``.
-    """
-
-    configuration: Configuration
+    configuration: Configuration  # the known configuration with the user's changes
     model: Llama
     layout: Layout
-    nodes: int
-    data: str | None
+    nodes: int  # with ``configuration.gpus_per_node`` on each, as many GPUs as the layout has ranks
+    data: str | None  # a folder of ``snip prepare-data``, ``mock``, or None if ``extra`` names the data
     save: Path
+    # equal to ``save`` if the run resumes from the newest checkpoint there, or begins anew without one. None if it does
+    # not resume, or if ``extra`` names another checkpoint to begin with
     load: Path | None
     snip: bool
-    smoke: bool
-    graphs: bool
-    extra: Sequence[str]
+    smoke: bool  # whether this is a trial with a small model
+    graphs: bool  # whether Transformer Engine's CUDA graphs replay the layers, which then do not wait for the host
+    extra: Sequence[str]  # arguments of Megatron that override all others, except ``load``
 
 
 def make_job(

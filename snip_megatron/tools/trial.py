@@ -62,26 +62,17 @@ _MEMORY = re.compile(r"max allocated: ([\d.]+)")
 
 @dataclass
 class Run:
-    """One of the three runs.
+    """One of the three runs."""
 
-    Attributes:
-        name: its row in the table.
-        arguments: those of the training entry.
-        skipped: why it is not run. Empty if it is.
-        error: the last error line of its log, if it failed.
-        step_ms, losses: of every step.
-        seconds: from its start to its end.
-        memory_bytes: the peak of allocated GPU memory over the ranks that print it.
-    """
-
-    name: str
-    arguments: list[str]
-    skipped: str = ""
-    error: str = ""
+    name: str  # its row in the table
+    arguments: list[str]  # those of the training entry
+    skipped: str = ""  # why it is not run. Empty if it is
+    error: str = ""  # the last error line of its log, if it failed
+    # step_ms, losses: of every step
     step_ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    memory_bytes: int | None = None
+    seconds: float = 0.0  # from its start to its end
+    memory_bytes: int | None = None  # the peak of allocated GPU memory over the ranks that print it
 
     @property
     def ms(self) -> float | None:
@@ -112,39 +103,25 @@ class Machine:
 
 @dataclass(frozen=True)
 class Trial:
-    """The three runs, and what is equal in all of them.
+    """The three runs, and what is equal in all of them."""
 
-    Attributes:
-        runs: bf16, Megatron's own FP8, ``--snip``.
-        notes: what differs from the job, a line each.
-        tokens: tokens of a step.
-        job_steps: number of steps of the whole job. None if it is not known.
-    """
-
-    runs: tuple[Run, Run, Run]
+    runs: tuple[Run, Run, Run]  # bf16, Megatron's own FP8, ``--snip``
     machine: Machine
     ranks: int
     steps: int
-    notes: tuple[str, ...]
-    tokens: int | None
-    job_steps: int | None
+    notes: tuple[str, ...]  # what differs from the job, a line each
+    tokens: int | None  # tokens of a step
+    job_steps: int | None  # number of steps of the whole job. None if it is not known
 
 
 @dataclass(frozen=True)
 class Map:
-    """The map of the run under ``--snip``.
+    """The map of the run under ``--snip``."""
 
-    Attributes:
-        adopted: the step from which on it is in force, counted from 1. None if no map was adopted.
-        formats: shares of FLOPs by format.
-        update_s: seconds that the update cost.
-        line: SNIP's own reason if there is no map.
-    """
-
-    adopted: int | None = None
-    formats: dict[str, float] = field(default_factory=dict)
-    update_s: float | None = None
-    line: str = ""
+    adopted: int | None = None  # the step from which on it is in force, counted from 1. None if no map was adopted
+    formats: dict[str, float] = field(default_factory=dict)  # shares of FLOPs by format
+    update_s: float | None = None  # seconds that the update cost
+    line: str = ""  # SNIP's own reason if there is no map
 
 
 # -- the runs ------------------------------------------------------------------------------------------------------
