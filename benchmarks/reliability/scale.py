@@ -254,7 +254,7 @@ def one_rank(model: str, layers: int, ranks: int) -> Body:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from snip_megatron.runtime.exchange import MapChannel, StepReport
+    from snip_megatron.runtime.exchange import MapChannel, StepReport, Transaction
     from snip_megatron.runtime.host import LocalSink, Unmeasured
     from snip_megatron.runtime.probe import ProbeRunner
     from snip_megatron.runtime.probe_memory import Fit
@@ -320,7 +320,7 @@ def one_rank(model: str, layers: int, ranks: int) -> Body:
     result = probes.measure(step, 1.0)
     assert not isinstance(result, Unmeasured), result
     channel = MapChannel(registry.names, cpu)
-    channel.transaction().together("submission", lambda: 0.0)
+    Transaction(channel.device).together("submission", lambda: 0.0)
     channel.agree(None)
     seconds, of_update = time.process_time() - started, {name: list(entry) for name, entry in calls.items()}
     report, of_report = StepReport(cpu), time.process_time()

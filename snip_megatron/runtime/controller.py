@@ -17,7 +17,14 @@ from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.precision.strict_json import is_finite
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.exchange import Failure, MapChannel, StepFigures, StepReport, UpdateDroppedError
+from snip_megatron.runtime.exchange import (
+    Failure,
+    MapChannel,
+    StepFigures,
+    StepReport,
+    Transaction,
+    UpdateDroppedError,
+)
 from snip_megatron.runtime.guard import Alarm, Guard, GuardState
 from snip_megatron.runtime.host import Kernels, ProbeResult, Sink, Unmeasured
 from snip_megatron.runtime.rise import Comparison, Rise, bound_of
@@ -482,7 +489,7 @@ class Controller:
             meta = {**pending.table.meta, "correction": self.state.correction}
             pending.table = replace(pending.table, meta=meta)
         try:
-            recorded = self.channel.transaction().together("submission", self._submit, pending)
+            recorded = Transaction(self.channel.device).together("submission", self._submit, pending)
         except UpdateDroppedError as dropped:
             self._drop_update(step, Unmeasured(str(dropped.failure), dropped.failure.fields), wait_s=0.0)
             return None

@@ -64,15 +64,15 @@ class MapMismatchError(SnipError):
     exit_code = EXIT_MAP_MISMATCH
 
 
+@dataclass(eq=False)
 class MapChannel:
     """Broadcasts values of rank 0. Its methods are collectives, which all ranks must call at the same step.
 
     The global ``names`` of all linears, in order, are a part of the hash that ranks compare.
     """
 
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        self._names = list(names)
-        self._device = device
+    names: Sequence[str]
+    device: torch.device
 
     def agree[T](self, value: T) -> T:
         """Return rank 0's ``value``, after ranks have compared hashes of what they received.
@@ -88,26 +88,22 @@ class MapChannel:
                 return received
         raise MapMismatchError(f"ranks disagree about the precision map after {_ATTEMPTS} broadcasts")
 
-    def transaction(self) -> "Transaction":
-        """Return a transaction of all ranks."""
-        return Transaction(self._device)
-
     def true_on_all_ranks(self, condition: bool) -> bool:
         """Return whether ``condition`` is true on all ranks."""
-        return not is_true_on_any(not condition, self._device)
+        return not is_true_on_any(not condition, self.device)
 
     def _broadcast(self, message: bytes) -> bytes:
-        size = torch.tensor([len(message)], dtype=torch.int64, device=self._device)
+        size = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
         dist.broadcast(size, src=0)
         sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        buffer = (sent if dist.get_rank() == 0 else torch.zeros(int(size), dtype=torch.uint8)).to(self._device)
+        buffer = (sent if dist.get_rank() == 0 else torch.zeros(int(size), dtype=torch.uint8)).to(self.device)
         dist.broadcast(buffer, src=0)
         return buffer.cpu().numpy().tobytes()
 
     def _is_equal_on_all_ranks(self, message: bytes) -> bool:
-        digest = hashlib.sha256(message + "\0".join(self._names).encode()).digest()
+        digest = hashlib.sha256(message + "\0".join(self.names).encode()).digest()
         value = int.from_bytes(digest[:8], "little") >> 2  # its negative must fit into int64 as well
-        bounds = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
+        bounds = torch.tensor([value, -value], dtype=torch.int64, device=self.device)
         low, high = all_reduced(bounds, dist.ReduceOp.MIN).tolist()
         return bool(low == -high)
 
@@ -136,25 +132,23 @@ class StepFigures(JsonFields):
     account: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class StepReport:
     """Sums the figures of a step over all ranks while the next step runs.
 
     On a GPU, a separate stream copies the sum to the host. Reading it one step later does not wait for the training
     stream, so that the launching thread stays ahead of the GPU.
-
-    Args:
-        device: Device of the summed tensor.
-        arrived: Figures from a checkpoint, which the first :meth:`exchange` returns.
-        news: Called at every step on rank 0 for the figures of :attr:`StepFigures.account`.
     """
 
-    def __init__(self, device: torch.device, arrived: StepFigures | None = None, news: News | None = None) -> None:
-        self._news = news
-        self._device = device
-        self._arrived = arrived
+    device: torch.device  # of the summed tensor
+    arrived: StepFigures | None = None  # figures from a checkpoint, which the first :meth:`exchange` returns
+    news: News | None = None  # called at every step on rank 0 for the figures of :attr:`StepFigures.account`
+
+    def __post_init__(self) -> None:
         # Step, gradient norm, sums (kept alive until they are copied), their copy on the host, what waits for it.
         self._flight: tuple[int, float | None, torch.Tensor, torch.Tensor, Callable[[], object]] | None = None
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        on_gpu = self.device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def exchange(
         self,
@@ -175,7 +169,7 @@ class StepReport:
             ready: Whether this rank has its kernels.
         """
         arrived = self.drain()
-        values = torch.zeros(_SUM, dtype=torch.float64, device=self._device)
+        values = torch.zeros(_SUM, dtype=torch.float64, device=self.device)
         if grad_norm is not None and not math.isfinite(grad_norm):
             values[_BROKEN] = 1.0
         if loss is not None:
@@ -186,7 +180,7 @@ class StepReport:
             values[_ANSWERED] = 1.0
         if not ready:
             values[_WAITING] = 1.0
-        news = None if self._news is None else self._news()
+        news = None if self.news is None else self.news()
         if news is not None:
             figures = [news.get(name, math.nan) for name in _ACCOUNT]
             values[_STEP_S:_SUM] = torch.tensor(figures, dtype=torch.float64)
@@ -201,7 +195,7 @@ class StepReport:
         host = torch.empty(values.numel(), dtype=torch.float64, pin_memory=True)
         landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         if work is None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             if work is not None:
                 work.wait()
@@ -211,13 +205,13 @@ class StepReport:
 
     def in_flight(self) -> StepFigures | None:
         """Wait for the outstanding figures and return them for a checkpoint. The next exchange returns them again."""
-        self._arrived = self.drain()
-        return self._arrived
+        self.arrived = self.drain()
+        return self.arrived
 
     def drain(self) -> StepFigures | None:
         """Wait for the outstanding figures and return them. None if there are none."""
         if self._flight is None:
-            arrived, self._arrived = self._arrived, None
+            arrived, self.arrived = self.arrived, None
             return arrived
         (step, norm, _, host, wait), self._flight = self._flight, None
         wait()

@@ -248,13 +248,10 @@ class Effect:
 
     loss: float = 0.0  # ⟨G, E⟩ of the error E of fprop, the change of the loss to first order
     fisher: float = 0.0  # Σ over tokens of ⟨G, E⟩², from which the change to second order follows
-    # error, signal, along: ‖E‖², ‖Y‖² and ⟨Y + E, Y⟩ of the GEMM's exact result Y
-    error: float = 0.0
-    signal: float = 0.0
-    along: float = 0.0
-    # sum over both operands of ‖Q(x) − x‖²/‖x‖². ``underflow``: the larger share of numbers rounded to zero
-    mse: float = 0.0
-    underflow: float = 0.0
+    error: float = 0.0  # ‖E‖²
+    signal: float = 0.0  # ‖Y‖² of the GEMM's exact result Y
+    mse: float = 0.0  # sum over both operands of ‖Q(x) − x‖²/‖x‖²
+    underflow: float = 0.0  # the larger share of an operand's numbers that are rounded to zero
     count: float = 0.0  # number of products
 
 
@@ -285,29 +282,30 @@ class RoundingEffects(Watcher):
         for index, (gemm, fmt) in enumerate(zip(Gemm, product.formats, strict=True)):
             if fmt is Format.BF16:
                 continue
-            plain, rounded = product.exact(gemm, numerics, ALL_BF16), product.exact(gemm, numerics)
-            error = (rounded - plain).double()
-            row = torch.zeros(len(COLUMNS), dtype=torch.float64, device=self.table.device)
+            plain = product.exact(gemm, numerics, ALL_BF16)
+            error = (product.exact(gemm, numerics) - plain).double()
+            effect = dict.fromkeys(COLUMNS, torch.zeros((), dtype=torch.float64, device=self.table.device))
             if gemm is Gemm.FPROP:
                 assert product.g is not None
                 of_tokens = (product.g.double() * error).sum(1)
-                row[0], row[1] = of_tokens.sum(), of_tokens.square().sum()
-            row[2], row[3] = error.square().sum(), plain.double().square().sum()
-            row[4], row[7] = (rounded.double() * plain.double()).sum(), 1.0
+                effect |= {"loss": of_tokens.sum(), "fisher": of_tokens.square().sum()}
+            effect |= {"error": error.square().sum(), "signal": plain.double().square().sum()}
+            effect["count"] = torch.ones_like(effect["count"])
             for x, spec, axis in product.operands(gemm):
                 numbers = numerics.numbers(numerics.quantize(x, spec)[1 - axis])
                 if numbers.shape != x.shape:  # a Hadamard transform pads
                     continue
                 x = x.float()
-                row[5] += ((numbers - x).square().sum() / x.square().sum().clamp_min(1e-38)).double()
+                mse = (numbers - x).square().sum() / x.square().sum().clamp_min(1e-38)
                 lost = ((numbers == 0) & (x != 0)).sum() / (x != 0).sum().clamp_min(1)
-                row[6] = torch.maximum(row[6], lost.double())
+                effect["mse"] = effect["mse"] + mse.double()
+                effect["underflow"] = torch.maximum(effect["underflow"], lost.double())
             if handle.repeats:
                 continue
-            self.table[handle.state.position, index] += row
+            self.table[handle.state.position, index] += torch.stack(list(effect.values()))
             part = handle.expert, None if handle.parallel == "whole" or handle.tp_size == 1 else handle.tp_rank
             parts = self._parts[handle.name, gemm.value]
-            parts[part] = parts.get(part, 0.0) + row[2:4]
+            parts[part] = parts.get(part, 0.0) + torch.stack((effect["error"], effect["signal"]))
 
     def reduced(self) -> dict[Key, Effect]:
         """Return the effect of each GEMM, summed over all ranks. Collective."""

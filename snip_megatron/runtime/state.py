@@ -156,32 +156,24 @@ class Timeline:
     timed: bool = False  # whether the average over the run is one of predicted time instead of the fp4 share
 
 
+@dataclass(eq=False)
 class ScheduleState:
-    """The plan and what has been spent, stored in the state of the controller.
+    """The plan and what has been spent, stored in the state of the controller."""
 
-    Args:
-        state: The state of the controller, which this object changes.
-        timeline: The timeline of the run. None if its end is unknown.
-        share: Returns the fp4 share of a map.
-    """
-
-    def __init__(
-        self, state: ControllerState, timeline: Timeline | None, share: Callable[[PrecisionMap], float]
-    ) -> None:
-        self._state = state
-        self._timeline = timeline
-        self._share = share
-        self._entered: int | None = None  # first step of the phase whose map is in force
+    state: ControllerState  # the state of the controller, which this object changes
+    timeline: Timeline | None  # None if the end of the run is unknown
+    share: Callable[[PrecisionMap], float]  # returns the fp4 share of a map
+    _entered: int | None = None  # first step of the phase whose map is in force
 
     def trains_at(self, step: int) -> bool:
         """Return whether training goes on at ``step``, as far as its end is known."""
-        return self._timeline is None or step < self._timeline.last
+        return self.timeline is None or step < self.timeline.last
 
     @property
     def spent(self) -> BudgetSpent:
         """What past steps have spent. :meth:`begin` sets it."""
-        assert self._state.spent is not None
-        return self._state.spent
+        assert self.state.spent is not None
+        return self.state.spent
 
     def begin(self, step: int) -> dict[str, int] | None:
         """Prepare the first step of this process, and move the phases if a resumed run has another end.
@@ -190,7 +182,7 @@ class ScheduleState:
         ``step``, because Megatron leaves out the steps of ``--iterations-to-skip``. Returns the fields of the event
         ``plan_moved``. None if the end is the same.
         """
-        state, timeline = self._state, self._timeline
+        state, timeline = self.state, self.timeline
         if state.spent is None or state.spent.next_step > step:
             state.spent = BudgetSpent(step)
             state.plan = None
@@ -213,7 +205,7 @@ class ScheduleState:
 
         What has been spent before counts towards its average.
         """
-        timeline = self._timeline
+        timeline = self.timeline
         if timeline is None or timeline.fixed is None or step >= timeline.last:
             return None
         return timeline.fixed(self.spent.origin, timeline.last, step, self.spent.shares)
@@ -228,10 +220,10 @@ class ScheduleState:
 
     def set_plan(self, plan: PrecisionPlan, step: int) -> None:
         """Set the plan for the steps from ``step`` on. A plan for another end of the run is moved first."""
-        timeline = self._timeline
+        timeline = self.timeline
         if timeline is not None and plan.last != timeline.last and step < timeline.last:
             plan = plan.moved(self.spent.origin, timeline.last, step)
-        self._state.plan, self._entered = plan, None
+        self.state.plan, self._entered = plan, None
 
     def enter_phase(self, step: int) -> PrecisionMap:
         """Enter the phase of ``step``, and return its map."""
@@ -241,14 +233,14 @@ class ScheduleState:
 
     def begins_phase(self, step: int) -> bool:
         """Return whether a phase begins whose map is not in force yet."""
-        return self._state.plan is not None and self._phase(step).begin != self._entered
+        return self.state.plan is not None and self._phase(step).begin != self._entered
 
     def has_other_map(self, step: int, restored: PrecisionMap | None, names: Sequence[str]) -> bool:
         """Return whether the plan has another map at ``step`` than the one that a checkpoint restored.
 
         If it has the same, its phase is entered.
         """
-        plan = self._state.plan
+        plan = self.state.plan
         if plan is None:
             return False
         if restored is None or self._phase(step).begin == step or plan.at(step).digest(names) != restored.digest(names):
@@ -257,21 +249,21 @@ class ScheduleState:
         return False
 
     def _phase(self, step: int) -> PlanPhase:
-        assert self._state.plan is not None
-        return self._state.plan.phases[self._state.plan.index_at(step)]
+        assert self.state.plan is not None
+        return self.state.plan.phases[self.state.plan.index_at(step)]
 
     def _ahead(self, plan: PrecisionPlan | None, current: PrecisionMap | None, step: int, until: int) -> BudgetSpent:
         """Return what will have been spent at ``until`` if steps from ``step`` on follow the plan, or ``current``."""
         total = replace(self.spent)
         if plan is None:
             assert current is not None
-            total.add(self._share(current), current, max(0, until - step))
+            total.add(self.share(current), current, max(0, until - step))
             return total
         starts = [step, *(phase.begin for phase in plan.phases[1:]), until]
         for phase, begin, end in zip(plan.phases, starts, starts[1:], strict=False):
             steps = min(end, until) - max(begin, step)
             if steps > 0:
-                total.add(self._share(phase.precision_map), phase.precision_map, steps)
+                total.add(self.share(phase.precision_map), phase.precision_map, steps)
         return total
 
     def request(self, step: int, due: int, current: PrecisionMap) -> PhasedRequest | None:
@@ -281,13 +273,13 @@ class ScheduleState:
         then maps follow the plan, or the map ``current`` stays. None if maps do not depend on time, or if no step
         remains at ``due``.
         """
-        timeline = self._timeline
+        timeline = self.timeline
         if timeline is None or timeline.schedule is None:
             return None
         origin, last = self.spent.origin, timeline.last
         if due >= last:
             return None
-        spent = self._ahead(self._state.plan, current, step, due)
+        spent = self._ahead(self.state.plan, current, step, due)
         return PhasedRequest.of_schedule(
             timeline.schedule,
             (origin, last),
@@ -300,9 +292,9 @@ class ScheduleState:
 
     def figures(self, step: int) -> dict[str, Any]:
         """Return the fields of events about the plan in force, with the average that it gives over the whole run."""
-        plan = self._state.plan
+        plan = self.state.plan
         assert plan is not None
-        timed = self._timeline is not None and self._timeline.timed
+        timed = self.timeline is not None and self.timeline.timed
         average = self._ahead(plan, None, step, plan.last).average(timed=timed)
         return {
             "version": plan.version,
@@ -311,7 +303,7 @@ class ScheduleState:
             "average": average if math.isfinite(average) else None,
             "phase": plan.index_at(step),
             "phases": [
-                {"from_step": phase.begin, "steps": steps, "fp4_fraction": self._share(phase.precision_map)}
+                {"from_step": phase.begin, "steps": steps, "fp4_fraction": self.share(phase.precision_map)}
                 for phase, steps in zip(plan.phases, plan.steps, strict=True)
             ],
         }
