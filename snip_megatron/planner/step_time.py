@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, after_attention
@@ -74,9 +74,6 @@ class Links:
         return self.within if ranks <= self.node_size else self.between
 
 
-_LINKS = Links()
-
-
 def _attention_flops(sequence: int, heads: int, head_size: int) -> float:
     """Return the FLOPs of the forward of one sequence: two GEMMs, of which half is masked."""
     return 2.0 * math.prod((sequence, sequence, heads, head_size))
@@ -117,24 +114,26 @@ class StepTime:
         return math.fsum(stage["total"] for stage in self.stages) / len(self.stages) / self.slowest
 
 
+@dataclass(eq=False)
 class StepModel:
     """Predicts the steps of one layout, with the linears' times of ``model`` and the bandwidths of ``links``.
 
     ``gpu_memory`` are the bytes of a GPU's memory. It is None if no table has them.
     """
 
-    def __init__(self, layout: Layout, model: CostModel, links: Links = _LINKS) -> None:
-        self.layout = layout
-        self.model = model
-        self.links = links
-        table = model.table
+    layout: Layout
+    model: CostModel
+    links: Links = Links()
+
+    def __post_init__(self) -> None:
+        table = self.model.table
         self.gpu_memory = None if table is None else table.memory
         self._measured_copy = None if table is None else table.copy_rate
         self._copy = self._measured_copy or STATED_COPY
         attention = {} if table is None else table.attention
         self._attention_times = LogGrid(attention, lambda size: _attention_flops(*size)) if attention else None
-        self._fuses = layout.fused_swiglu and backend_of(model) == "hopper"
-        self._gemms: dict[tuple[LinearShape, Gemm, Format], float] = {}
+        self._fuses = self.layout.fused_swiglu and backend_of(self.model) == "hopper"
+        self._gemm_seconds = cache(self.model.seconds)
 
     # -- steps ---------------------------------------------------------------------------------------------------
     def step(self, formats_of: FormatsOf) -> StepTime:
@@ -153,13 +152,7 @@ class StepModel:
     def linear(self, row: LinearRow, formats: Formats) -> float:
         """Return the seconds of a linear in a step, as a budget of time adds them up (:meth:`option_times`)."""
         by_gemm, shape = dict(zip(Gemm, formats, strict=True)), self.layout.shapes[row.name]
-        return seconds_of(by_gemm, partial(self._gemm, row), partial(self.model.joint, shape))
-
-    def _gemm(self, row: LinearRow, gemm: Gemm, fmt: Format) -> float:
-        key = (self.layout.shapes[row.name], gemm, fmt)
-        if key not in self._gemms:
-            self._gemms[key] = self.model.seconds(key[0], gemm, fmt)
-        return self._gemms[key]
+        return seconds_of(by_gemm, partial(self._gemm_seconds, shape), partial(self.model.joint, shape))
 
     def option_times(self, formats: Iterable[Format]) -> OptionTimes:
         """Return the seconds that every GEMM is charged in a budget of time."""
