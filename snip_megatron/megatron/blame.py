@@ -8,31 +8,38 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import itertools
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.registry import LinearRegistry, load_map
 from snip_megatron.megatron import compat
+from snip_megatron.megatron.compat.megatron_precision import delayed_state, shared_amax
 from snip_megatron.megatron.host import MegatronStep, StepCall
 from snip_megatron.megatron.remedy import RemedyWriter
 from snip_megatron.megatron.run_record import run_folder
 from snip_megatron.megatron.startup import say
-from snip_megatron.megatron.state_check import state_checked
+from snip_megatron.megatron.state_check import checksum, state_checked
 from snip_megatron.megatron.validate import sharding
-from snip_megatron.megatron.watched_modules import linears_watched
-from snip_megatron.precision import PrecisionMap
+from snip_megatron.megatron.watched_modules import by_module, linears_watched, modules_watched
+from snip_megatron.numerics.products.host_recipe import HostRecipe
+from snip_megatron.precision import Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.blame import write_blame_page
+from snip_megatron.runtime import gemm_check
 from snip_megatron.runtime.agreement import on_rank_zero
 from snip_megatron.runtime.blame import Place, blame_step
 from snip_megatron.runtime.blame_passes import Job
 from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.exact_products import RecipeNumerics
 from snip_megatron.runtime.exchange import MapChannel, is_true_on_any, objects_of_ranks
 from snip_megatron.runtime.guard import Alarm
 from snip_megatron.runtime.host import Host
@@ -119,9 +126,7 @@ def run_blame(
             )
         step = step_of(dataclasses.replace(call, step=iteration - 1))
         step.first = skipped * call.num_microbatches
-        state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
-        place = Place(iteration, checkpoint, folder, weights)
-        blame = _of_broken_weights(call, job, place) or blame_step(job, host, registry, step, place, state)
+        blame = _verdict(job, host, registry, step, Place(iteration, checkpoint, folder, weights))
         on_rank_zero(lambda blame=blame: publish(remedies.write(blame, job.formats, folder), folder))  # type: ignore[misc]
     if dist.is_initialized():
         dist.barrier()
@@ -167,24 +172,25 @@ def guard_blame(
     they are the next ones. Returns None if the data has no more.
     """
     count = guard_microbatches(config, host, call)
+
+    def next_microbatches() -> StepCall:
+        compat.repeated(call.data_iterator, range(count))  # raises SnipError at the end of the data
+        return call
+
     candidates: list[Callable[[], StepCall]] = [
         lambda: dataclasses.replace(
             call, step=alarm.step, num_microbatches=count,
             data_iterator=compat.past_microbatches(call.data_iterator, alarm.step, count),
         ),
-        lambda: _readable(call, count),
+        next_microbatches,
     ]  # fmt: skip
     readable = next((each for each in map(functools.partial(_on_all_ranks, host), candidates) if each), None)
     if readable is None:
         return None
     root = run_folder(config, args) or Path(tempfile.gettempdir())
-    job = snip_job(failed, registry)
-    state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
-    weights = Weights(call.step, weights_digest(call.model))
-    place = Place(readable.step + 1, None, root, weights)
-    blame = _of_broken_weights(call, job, place) or blame_step(
-        job, host, registry, step_of(readable), place, state, seconds=config.guard_blame_seconds, microbatches=count,
-    )  # fmt: skip
+    place = Place(readable.step + 1, None, root, Weights(call.step, weights_digest(call.model)))
+    limits = {"seconds": config.guard_blame_seconds, "microbatches": count}
+    blame = _verdict(snip_job(failed, registry), host, registry, step_of(readable), place, **limits)
     remedies = RemedyWriter(config, args, registry.rows)
     on_rank_zero(lambda: publish(remedies.write(blame, failed, root), root))
     return blame
@@ -193,11 +199,6 @@ def guard_blame(
 def guard_microbatches(config: SnipConfig, host: Host, call: StepCall) -> int:
     """Return how many microbatches of a step the guard keeps on each rank."""
     return min(call.num_microbatches, -(-config.probe_microbatches // host.pass_group) * host.pass_group)
-
-
-def _readable(call: StepCall, count: int) -> StepCall:
-    compat.repeated(call.data_iterator, range(count))
-    return call
 
 
 def _on_all_ranks(host: Host, make: Callable[[], StepCall]) -> StepCall | None:
@@ -219,31 +220,24 @@ def broken_weights(model: Sequence[torch.nn.Module]) -> str | None:
     return next((name for name in names if name is not None), None)
 
 
-def _of_broken_weights(call: StepCall, job: Job, place: Place) -> Blame | None:
-    """Return that no verdict is possible on weights that are not finite. None if they are. Collective."""
-    name = broken_weights(call.model)
-    if name is None:
-        return None
-    reason = f"after step {call.step} the weights are not finite ({name}): load a checkpoint from before"
+def _verdict(job: Job, host: Host, registry: LinearRegistry, step: MegatronStep, place: Place, **limits: Any) -> Blame:
+    """Return the verdict about a step, within ``limits`` of :func:`blame_step`. Collective.
+
+    No verdict is possible on weights that are not finite.
+    """
+    call = step.call
+    if (name := broken_weights(call.model)) is None:
+        state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
+        return blame_step(job, host, registry, step, place, state, **limits)
+    assert place.weights is not None
+    reason = f"after step {place.weights.step} the weights are not finite ({name}): load a checkpoint from before"
     return Blame(place.step, place.checkpoint, job.kind, job.description, UNFINISHED, reason, {}, weights=place.weights)
-
-
-_CHUNK = 2**24  # elements of a parameter that are read at a time
 
 
 def weights_digest(model: Sequence[torch.nn.Module]) -> str:
     """Return a digest of the bits of all parameters on all ranks. It is equal only on the same layout. Collective."""
     compat.gather_parameters(model)
-    sums = []
-    for chunk in model:
-        for parameter in chunk.parameters():
-            local = parameter.detach().reshape(-1)
-            bits = local.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()])
-            total = torch.zeros((), dtype=torch.int64, device=bits.device)
-            for start in range(0, len(bits), _CHUNK):
-                part = bits[start : start + _CHUNK].long()
-                total = total * 31 + (part * torch.arange(1, 2 * len(part), 2, device=bits.device)).sum()
-            sums.append(total)  # integers, which overflow alike
+    sums = [checksum(parameter) for chunk in model for parameter in chunk.parameters()]
     local_digest = hashlib.sha256(str(torch.stack(sums).tolist()).encode()).hexdigest()
     return hashlib.sha256("".join(objects_of_ranks(local_digest)).encode()).hexdigest()[:16]
 
@@ -257,6 +251,7 @@ def publish(blame: Blame, folder: Path) -> None:
     say(f"written to {path}")
 
 
+# -- jobs --------------------------------------------------------------------------------------------------------------
 def map_of_job(
     config: SnipConfig, registry: LinearRegistry, device: object, restored: PrecisionMap | None
 ) -> PrecisionMap:
@@ -273,10 +268,63 @@ def map_of_job(
 
 def snip_job(precision_map: PrecisionMap, registry: LinearRegistry) -> Job:
     """Return a job under SNIP."""
-    description = describe(precision_map, registry.names)
+    counts = precision_map.counts(registry.names)
+    description = ", ".join(f"{count} GEMMs in {name}" for name, count in counts.items())
     return Job("snip", description, precision_map, watch=functools.partial(linears_watched, registry))
 
 
-def describe(precision_map: PrecisionMap, names: Sequence[str]) -> str:
-    """Return the formats of a map in words."""
-    return ", ".join(f"{count} GEMMs in {name}" for name, count in precision_map.counts(names).items())
+BOUND = gemm_check.BOUND | {4: 8.0}
+"""Bits → least signal to noise ratio in dB. Healthy linears of Transformer Engine on an H200 have at least 46 dB in
+eight bits and in bf16 (reductions over up to 768 numbers; more of them lose more, as fprop accumulates in few bits). In
+four bits gradients are rounded with other draws than the reference's; no card that has them has run it."""
+
+State = tuple[Tensor, Tensor]
+
+
+def host_job(recipe: HostRecipe, args: argparse.Namespace, registry: LinearRegistry) -> Job:
+    """Return the job. The scales of delayed scaling are those of the checkpoint, which has been loaded."""
+    first = args.num_layers_at_start_in_bf16 if args.first_last_layers_bf16 else 0
+    last = args.num_layers_at_end_in_bf16 if args.first_last_layers_bf16 else 0
+
+    def is_quantized(name: str) -> bool:
+        linear = LinearId.parse(name)
+        return linear.stack != "decoder" or first <= linear.layer < args.num_layers - last
+
+    names = [name for name in registry.names if is_quantized(name)]
+    formats = PrecisionMap(choices={option_id(name, gemm): recipe.format for name in names for gemm in Gemm})
+    stay = len(registry.names) - len(names)
+    description = f"{recipe}" + (f", {stay} linears in bf16" if stay else "")
+    numerics = RecipeNumerics(recipe)
+    if recipe.name == "delayed":
+        saved = _Histories(recipe, registry)
+        numerics = RecipeNumerics(recipe, saved.of, shared_amax(args), saved.restore)
+    keeps_weights = not getattr(args, "disable_parameter_transpose_cache", False)
+    watch = functools.partial(modules_watched, registry, recipe, keeps_weights=keeps_weights)
+    return Job("megatron", description, formats, numerics, watch, BOUND)
+
+
+class _Histories:
+    """The histories of delayed scaling as they were when training would have begun."""
+
+    def __init__(self, recipe: HostRecipe, registry: LinearRegistry) -> None:
+        self._recipe, self._modules = recipe, by_module(registry)
+        self._saved = {key: (history.clone(), scale.clone()) for _, key, (history, scale) in self._states()}
+
+    def _states(self) -> Iterator[tuple[LinearHandle, tuple[int, int, str], State]]:
+        """Yield what Transformer Engine has now, with the module's first linear and (module, expert, operand)."""
+        for module, handles in self._modules:
+            for expert, operand in itertools.product(range(len(handles)), ("x", "w", "g")):
+                if (state := delayed_state(module, expert, operand)) is not None:
+                    yield handles[0], (id(module), expert, operand), state
+
+    def of(self, handle: LinearHandle, expert: int, operand: str) -> State:
+        """Return the history and the scale with which the step begins: those of a new run if none were loaded."""
+        saved = self._saved.get((id(handle.module), expert, operand))
+        device = handle.weight.device
+        return saved or (torch.zeros(self._recipe.history, device=device), torch.ones((), device=device))
+
+    def restore(self) -> None:
+        """Let Transformer Engine begin with them again."""
+        for handle, (_, expert, operand), state in self._states():
+            for target, source in zip(state, self.of(handle, expert, operand), strict=True):
+                target.copy_(source)

@@ -15,14 +15,13 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.layers.registry import check_map_fits, describe_left_out, load_map
 from snip_megatron.megatron import compat, validate
-from snip_megatron.megatron.blame import guard_blame, guard_microbatches, map_of_job, run_blame, snip_job
+from snip_megatron.megatron.blame import guard_blame, guard_microbatches, host_job, map_of_job, run_blame, snip_job
 from snip_megatron.megatron.compat.checkpoints import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.compat.checkpoints import SnipState
 from snip_megatron.megatron.conversion import convert_model, what_stays
 from snip_megatron.megatron.evaluation import Evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host
-from snip_megatron.megatron.host_job import host_job
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.run_record import open_run_directory
 from snip_megatron.megatron.startup import say

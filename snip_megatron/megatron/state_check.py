@@ -32,6 +32,7 @@ from snip_megatron.sensitivity.reduction import ProbeGroups
 _CAST_BOUND = 100.0
 """Least signal to noise ratio in dB of a cast, which is exact."""
 _FIRST = -1  # before all products of a step
+_CHUNK = 2**24  # elements of a parameter that are read at a time
 
 
 @contextmanager
@@ -93,7 +94,7 @@ def _check_replicas(
     parameters: Sequence[tuple[str, torch.nn.Parameter]], groups: ProbeGroups, check: KernelCheck
 ) -> None:
     """Compare parameters with those of the ranks that have the same. Collective."""
-    sums = torch.stack([_checksum(parameter) for _, parameter in parameters])
+    sums = torch.stack([checksum(parameter) for _, parameter in parameters])
     is_expert = [not getattr(parameter, "allreduce", True) for _, parameter in parameters]
     sharded = [getattr(parameter, "tensor_model_parallel", False) for _, parameter in parameters]
     of_experts = groups.experts or groups
@@ -110,11 +111,14 @@ def _check_replicas(
                 _note(check, (_FIRST, 1, order), "replica", parameters[order][0], where)
 
 
-def _checksum(parameter: torch.nn.Parameter) -> torch.Tensor:
+def checksum(parameter: torch.nn.Parameter) -> torch.Tensor:
     """Return a sum over the bits of a parameter that depends on their order, int64 and 0-dim."""
-    words = parameter.detach().contiguous().view(-1)
-    bits = words.view({2: torch.int16, 4: torch.int32}.get(words.element_size(), torch.uint8)).long()
-    return (bits * (torch.arange(len(bits), device=bits.device) % 8191 + 1)).sum()
+    local = parameter.detach().reshape(-1)
+    bits = local.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in torch.split(bits, _CHUNK):
+        total = total * 31 + (part.long() * torch.arange(1, 2 * len(part), 2, device=bits.device)).sum()
+    return total  # sums overflow alike on all ranks
 
 
 def _differs(sums: torch.Tensor, rank_in_group: int) -> list[bool]:

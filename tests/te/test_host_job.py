@@ -20,8 +20,8 @@ from te_models import dense
 from snip_megatron.layers.context import Override
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import convert_model
+from snip_megatron.megatron.blame import host_job
 from snip_megatron.megatron.compat.transformer_engine import normalized
-from snip_megatron.megatron.host_job import host_job
 from snip_megatron.numerics.products.host_recipe import HostRecipe
 from snip_megatron.precision import Gemm
 from snip_megatron.runtime.blame_passes import Job
