@@ -43,22 +43,24 @@ class HostWait:
     def timed(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``forward_backward`` for the next step under a map, timed if the step is one of the few."""
         self._steps += 1
-        is_timed = self._steps > _SETTLING and len(self._lags) < _SAMPLES
-        return functools.partial(self._time, forward_backward) if is_timed else forward_backward
+        if self._steps <= _SETTLING or len(self._lags) == _SAMPLES:
+            return forward_backward
 
-    def _time(self, forward_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        result = forward_backward(*args, **kwargs)
-        launched = time.perf_counter()
-        torch.cuda.synchronize()
-        ended = time.perf_counter()
-        self._lags.append((ended - launched) / (ended - started) * kwargs.get("num_microbatches", 1))
-        if len(self._lags) == _SAMPLES and statistics.median(self._lags) < _HOST_BOUND:
-            say(
-                "the GPU waits for its host in forward and backward: CUDA graphs (--cuda-graph-impl transformer_engine"
-                " --te-rng-tracker) or larger microbatches make steps shorter"
-            )
-        return result
+        def timed_step(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = forward_backward(*args, **kwargs)
+            launched = time.perf_counter()
+            torch.cuda.synchronize()
+            ended = time.perf_counter()
+            self._lags.append((ended - launched) / (ended - started) * kwargs.get("num_microbatches", 1))
+            if len(self._lags) == _SAMPLES and statistics.median(self._lags) < _HOST_BOUND:
+                say(
+                    "the GPU waits for its host in forward and backward: CUDA graphs (--cuda-graph-impl"
+                    " transformer_engine --te-rng-tracker) or larger microbatches make steps shorter"
+                )
+            return result
+
+        return timed_step
 
 
 def _experts_of(layer: torch.nn.Module) -> Any:

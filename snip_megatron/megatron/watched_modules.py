@@ -197,7 +197,8 @@ class _Call:
             # Delayed scaling knows the scale before the norm, whose kernel then casts to FP8 without a step in bf16.
             formats = watch.watcher.formats_of(handles[0])
             is_fused = watch.recipe is not None and watch.recipe.name == "delayed" and Format.BF16 not in formats
-            x = _normalized(module, x, exact=is_fused)
+            with torch.no_grad():
+                x = _normalized(module, x, exact=is_fused)
         for index, (handle, part) in enumerate(zip(handles, self._parts(x), strict=True)):
             scales = {"x": x_scales[index], "w": w_scales[index]}
             self.products.append(_ModuleProduct(watch, handle, part, scales))
@@ -312,19 +313,16 @@ class _ModuleProduct(Product):
         return [(self.g, OperandSpec(None, wgrad), 0), (self.x(), OperandSpec(None, wgrad), 0)]
 
 
-def _normalized(module: Any, x: Tensor, *, exact: bool) -> Tensor:
+def _normalized(module: Any, x: Tensor, *, exact: bool = False) -> Tensor:
     from snip_megatron.megatron.compat.transformer_engine import normalized  # which needs Transformer Engine
 
-    with torch.no_grad():
-        return normalized(module, x, exact=exact)
+    return normalized(module, x, exact=exact)
 
 
 def _norm_gradient(module: Any, x: Tensor, d: Tensor) -> Tensor:
     """Return the gradient of a norm's input x, from that of its result, d [T, K]."""
-    from snip_megatron.megatron.compat.transformer_engine import normalized
-
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        y = normalized(module, leaf)
+        y = _normalized(module, leaf)
         (gradient,) = torch.autograd.grad(y, leaf, d.view(y.shape).to(y.dtype))
     return matrix(gradient)

@@ -59,10 +59,8 @@ def apply(startup: Startup) -> list[str]:
     lines = []
     if startup.allows("dataset-helpers") and patches.dataset_helpers_are_prebuilt():
         initialize.compile_helpers = nothing
-        lines.append("dataset-helpers: the compiled dataset index builder is used as shipped")
+        lines.append(f"dataset-helpers: {patches.PREBUILT}")
     if startup.on_cpu:
-        if not isinstance(setup.initialize_megatron, functools.partial):
-            setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
-        setup.set_jit_fusion_options = nothing
+        patches.patch_for_cpu(setup)
         lines.append("cpu: CUDA calls answered by the CPU, no warm-up of fused kernels")
     return lines

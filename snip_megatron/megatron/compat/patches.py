@@ -23,6 +23,7 @@ from snip_megatron.precision.errors import SnipError
 
 check_signature(WrappedTorchNorm.__new__, "cls", "config", "hidden_size", "eps")
 _make_norm = WrappedTorchNorm.__new__
+PREBUILT = "the compiled dataset index builder is used as shipped"
 
 
 def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
@@ -30,45 +31,50 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
 
     Raises SnipError if SNIP is on, Megatron's source has no hooks for it, and ``step-hook`` is off.
     """
-    torch_norms = args.sequence_parallel and args.transformer_impl == "local"
-    torch_adamw = args.use_distributed_optimizer and USING_PYTORCH_OPTIMIZER  # neither Apex nor Transformer Engine
-    torch_fsdp = getattr(args, "use_torch_fsdp2", False)
-    resume = distributed_optimizer.install_for_torch_fsdp if torch_fsdp else distributed_optimizer.install
-    predicts_tokens = bool(getattr(args, "mtp_num_layers", None))
-    sets: dict[str, tuple[bool, Callable[[], str]]] = {
-        "cpu": (startup.on_cpu, _patch_for_cpu),
-        "dataset-helpers": (dataset_helpers_are_prebuilt(), _skip_dataset_build),
-        "step-hook": (args.snip, _step_hook),
-        "torch-norm-sequence-parallel": (torch_norms, _allow_torch_norms),
-        "missing-extensions": (predicts_tokens and bool(token_prediction_repair()), _repair_token_prediction),
-        "distributed-optimizer-resume": (torch_adamw or torch_fsdp, resume),
-    }
     if args.snip and not startup.allows("step-hook") and not hooks_in_source():
         raise SnipError(
             "--snip-no-compat step-hook: this Megatron's source has no hook for SNIP; put it in with"
             " scripts/apply_patches.sh, or allow it at run time"
         )
-    return [f"{name}: {patch()}" for name, (needed, patch) in sets.items() if needed and startup.allows(name)]
+    lines: dict[str, str] = {}
+    if startup.on_cpu and startup.allows("cpu"):
+        patch_for_cpu(training)
+        lines["cpu"] = "CUDA calls answered by the CPU, its generator for the device's, no warm-up of fused kernels"
+    if startup.allows("dataset-helpers") and dataset_helpers_are_prebuilt():
+        dataset_utils.compile_helpers = nothing  # runs make, and would exit, as the wheel has no Makefile
+        lines["dataset-helpers"] = PREBUILT
+    if startup.allows("step-hook") and args.snip:  # which compat.loop installs later
+        patched = "Megatron's train_step and evaluate wrapped at run time"
+        in_source = "this Megatron's source has it, nothing is patched at run time"
+        lines["step-hook"] = in_source if hooks_in_source() else patched
+    if startup.allows("torch-norm-sequence-parallel") and args.sequence_parallel and args.transformer_impl == "local":
+        WrappedTorchNorm.__new__ = _sharded_norm
+        lines["torch-norm-sequence-parallel"] = (
+            "torch norms accepted, their gradients summed over the tensor-parallel group"
+        )
+    repair = token_prediction_repair() if getattr(args, "mtp_num_layers", None) else {}
+    if startup.allows("missing-extensions") and repair:
+        vars(multi_token_prediction).update(repair)
+        lines["missing-extensions"] = "multi-token prediction built without Transformer Engine"
+    if startup.allows("distributed-optimizer-resume"):
+        if getattr(args, "use_torch_fsdp2", False):
+            lines["distributed-optimizer-resume"] = distributed_optimizer.install_for_torch_fsdp()
+        elif args.use_distributed_optimizer and USING_PYTORCH_OPTIMIZER:  # neither Apex nor Transformer Engine
+            lines["distributed-optimizer-resume"] = distributed_optimizer.install()
+    return [f"{name}: {line}" for name, line in lines.items()]
 
 
-def _patch_for_cpu() -> str:
-    """Apply the part of ``cpu`` that patches Megatron; :mod:`snip_megatron.megatron.cpu_device` patches torch."""
-    if not isinstance(training.initialize_megatron, functools.partial):
-        training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
+def patch_for_cpu(start: Any) -> None:
+    """Patch the module that starts a training. :mod:`snip_megatron.megatron.cpu_device` patches torch."""
+    if not isinstance(start.initialize_megatron, functools.partial):
+        start.initialize_megatron = functools.partial(start.initialize_megatron, allow_no_cuda=True)
     # set_jit_fusion_options warms fused kernels up with random inputs whose shape depends on the layout. On the CPU
     # they would advance the generator that initialises the weights, so that weights would depend on the layout.
-    training.set_jit_fusion_options = nothing
+    start.set_jit_fusion_options = nothing
     # The tracker warns if work under a CUDA generator advances the CPU's generator. Here both are the same.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
-    return "CUDA calls answered by the CPU, its generator for the device's, no warm-up of fused kernels"
-
-
-def _step_hook() -> str:
-    """Describe the step hook, which :mod:`snip_megatron.megatron.compat.loop` installs later."""
-    patched = "Megatron's train_step and evaluate wrapped at run time"
-    return "this Megatron's source has it, nothing is patched at run time" if hooks_in_source() else patched
 
 
 def dataset_helpers_are_prebuilt() -> bool:
@@ -78,28 +84,17 @@ def dataset_helpers_are_prebuilt() -> bool:
     return built and not os.path.exists(os.path.join(folder, "Makefile"))
 
 
-def _skip_dataset_build() -> str:
-    """Skip the ``make`` that Megatron runs at start. It would exit, as the wheel has no Makefile."""
-    dataset_utils.compile_helpers = nothing
-    return "the compiled dataset index builder is used as shipped"
-
-
-def _allow_torch_norms() -> str:
-    """Let Megatron's wrapper build torch's norms under ``--sequence-parallel``, which it refuses.
+def _sharded_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let Megatron's wrapper build torch's norm under ``--sequence-parallel``, which it refuses.
 
     A norm works on each token alone, so that it can run on shards of the sequence. Only the gradients of its weights
     must be summed over the tensor parallel group. Megatron does that for parameters marked ``sequence_parallel``.
     """
-
-    def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        with changed(config, sequence_parallel=False):
-            norm = _make_norm(cls, config, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-    WrappedTorchNorm.__new__ = build
-    return "torch norms accepted, their gradients summed over the tensor-parallel group"
+    with changed(config, sequence_parallel=False):
+        norm = _make_norm(cls, config, *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
 
 
 def token_prediction_repair() -> dict[str, Callable[[object], bool]]:
@@ -114,11 +109,6 @@ def token_prediction_repair() -> dict[str, Callable[[object], bool]]:
     except TypeError:
         return {name: lambda module: False}
     return {}
-
-
-def _repair_token_prediction() -> str:
-    vars(multi_token_prediction).update(token_prediction_repair())
-    return "multi-token prediction built without Transformer Engine"
 
 
 # -- defaults of arguments -------------------------------------------------------------------------------------
