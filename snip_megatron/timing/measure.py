@@ -1,5 +1,7 @@
 """What a calibration measures: clocks, and the calls of single linears, grouped linears, attention and copies."""
 
+from __future__ import annotations
+
 import itertools
 import random
 import statistics
@@ -123,26 +125,16 @@ class GroupedLinear:
     GPU may wait for their launches, which is part of their time, and of no other's.
     """
 
-    def __init__(
-        self,
-        backend: GemmBackend,
-        clock: Clock,
-        formats: Sequence[Format],
-        size: Size,
-        normal: Callable[..., Tensor],
-        keys: tuple[int, int],
-    ) -> None:
+    def __init__(self, measurer: Measurer, size: Size) -> None:
         experts, tokens, n, k = size
-        self._products = backend.grouped(n, k, torch.bfloat16)
-        self._clock, self._normal, self._weights = clock, normal, (experts, n, k)
+        self._products = measurer.backend.grouped(n, k, torch.bfloat16)
+        self._clock, self._normal, self._weights = measurer.clock, measurer.normal, (experts, n, k)
         self._splits = uneven_splits(experts, tokens, TILE if self._products.pads else 1)
-        self._rows = {
-            "input": normal(sum(self._splits), k),
-            "gradient": normal(sum(self._splits), n, scale=1e-3),
-        }
-        self._keys = GradientKeys(*keys, torch.arange(n, device=clock.device), paired=True)
+        rows = sum(self._splits)
+        self._rows = {"input": self._normal(rows, k), "gradient": self._normal(rows, n, scale=1e-3)}
+        self._keys = measurer.keys(n)
         one_launch = self._products.in_one_launch
-        self._formats = sorted((Format.BF16, *formats), key=lambda fmt: fmt not in one_launch)
+        self._formats = sorted((Format.BF16, *measurer.formats), key=lambda fmt: fmt not in one_launch)
         self._quantised = [fmt for fmt in self._formats if fmt is not Format.BF16]
 
     def times(self) -> dict[str, dict[Format, Any]]:
@@ -256,8 +248,8 @@ class Measurer:
         seconds of quantising for the first GEMM only, for wgrad only, and for both in one call.
         """
         m, features = size
-        sets = [self._normal(m, features) for _ in range(_sets(2 * m * features))]
-        keys = GradientKeys(*_KEYS, torch.arange(features, device=self.clock.device), paired=True)
+        sets = [self.normal(m, features) for _ in range(_sets(2 * m * features))]
+        keys = self.keys(features)
         calls: dict[tuple[str, Format, int], Call] = {}
         for fmt in self.formats:
             for side, pair in enumerate(((fmt, None), (None, fmt), (fmt, fmt))):
@@ -271,7 +263,7 @@ class Measurer:
 
     def weights(self, size: Size) -> dict[Format, float]:
         """Return format → seconds of quantising a weight (n, k) for fprop and dgrad in one call."""
-        sets = [self._normal(*size) for _ in range(_sets(2 * size[0] * size[1]))]
+        sets = [self.normal(*size) for _ in range(_sets(2 * size[0] * size[1]))]
         specs = {fmt: OperandSpec(fmt, fmt, weight=True) for fmt in self.formats}
         quantise = self.backend.quantize
         calls = {fmt: _rotating([partial(quantise, w, spec) for w in sets]) for fmt, spec in specs.items()}
@@ -279,13 +271,13 @@ class Measurer:
 
     def grouped(self, size: Size) -> dict[str, dict[Format, Any]]:
         """Time a linear of all experts of a size (experts, tokens, n, k)."""
-        return GroupedLinear(self.backend, self.clock, self.formats, size, self._normal, _KEYS).times()
+        return GroupedLinear(self, size).times()
 
     def _linear(self, m: int, n: int, k: int) -> dict[tuple[Format, Gemm], Callable[[], object]]:
         """Quantise one set of operands in every format, and return the call of each format and GEMM."""
-        x, w, g = self._normal(m, k), self._normal(n, k, scale=k**-0.5), self._normal(m, n, scale=1e-3)
+        x, w, g = self.normal(m, k), self.normal(n, k, scale=k**-0.5), self.normal(m, n, scale=1e-3)
         main_grad = torch.zeros(n, k, device=self.clock.device)
-        keys = GradientKeys(*_KEYS, torch.arange(n, device=self.clock.device), paired=True)
+        keys = self.keys(n)
         calls: dict[tuple[Format, Gemm], Callable[[], object]] = {}
         for fmt in (Format.BF16, *self.formats):
             x_row, x_col = self.backend.quantize(x, OperandSpec(fmt, fmt))
@@ -317,8 +309,8 @@ class Measurer:
     def _attention(self, size: Size, kernel: SDPBackend) -> tuple[float, float]:
         sequence, heads, width = size
         batch = max(1, _ATTENTION_TOKENS // sequence) if self.clock.device.type == "cuda" else 1
-        q, k, v = (self._normal(batch, heads, sequence, width).requires_grad_() for _ in range(3))
-        gradient = self._normal(batch, heads, sequence, width)
+        q, k, v = (self.normal(batch, heads, sequence, width).requires_grad_() for _ in range(3))
+        gradient = self.normal(batch, heads, sequence, width)
         with sdpa_kernel([kernel]):
             forward = partial(scaled_dot_product_attention, q, k, v, is_causal=True)
             out = forward()
@@ -333,7 +325,12 @@ class Measurer:
         target = torch.empty_like(source)
         return size / self.clock.seconds({"copy": lambda _: target.copy_(source)})["copy"]
 
-    def _normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+    def keys(self, features: int) -> GradientKeys:
+        """Return keys of the stochastic rounding of a gradient [T, features]."""
+        return GradientKeys(*_KEYS, torch.arange(features, device=self.clock.device), paired=True)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Return normal numbers times ``scale``, bf16."""
         values = torch.randn(*shape, device=self.clock.device, dtype=torch.bfloat16, generator=self._generator)
         return values.mul_(scale)
 

@@ -90,27 +90,36 @@ def _tiles(x: Tensor, spec: OperandSpec, rows: RowMap | None = None) -> OperandP
 
 
 def _blocks(w: Tensor, spec: OperandSpec, cached: CachedPair | None) -> OperandPair:
-    N, K = w.shape
+    """Quantise a weight [N, K], or one of each expert [E, N, K]."""
+    *experts, N, K = w.shape
     old = (None, None) if cached is None else cached.operands
     row, col = (
         None if fmt not in BITS else _block_output(w, rows, depth) if output is None else output
         for fmt, rows, depth, output in zip(spec.formats, (N, K), (K, N), old, strict=True)
     )
     if w.numel():
+        flat = w.view(-1, K) if experts else w
         launch(
-            block_kernel, (tile_count(K), tile_count(N)),
-            [(w, torch.int32), *output_arguments(row, col, w), w if cached is None else cached.current],
-            (N, K, K // 2, w.stride(0) // 2, row_stride(row) // 2, row_stride(col)),
+            block_kernel, (tile_count(K), tile_count(len(flat))),
+            [(flat, torch.int32), *output_arguments(row, col, flat), flat if cached is None else cached.current],
+            (len(flat), K, K // 2, flat.stride(0) // 2, row_stride(row) // 2, row_stride(col)),
             (_scale_stride(row), _scale_stride(col)),
-            {**element_bits(spec), "GROUP": 0, "GUARDED": cached is not None, "HARDWARE": has_hopper_instructions(w)},
+            {
+                **element_bits(spec), "GROUP": tile_count(N) if experts else 0, "GUARDED": cached is not None,
+                "HARDWARE": has_hopper_instructions(w),
+            },
             LAUNCH["blocks"],
         )  # fmt: skip
     return row, col
 
 
 def _block_output(w: Tensor, rows: int, depth: int) -> Operand:
-    padded = -(-tile_count(depth) // 4) * 4
-    create = torch.empty if padded == tile_count(depth) else torch.ones
+    tiles = tile_count(depth)
+    if w.dim() == 3:
+        scale = torch.empty(len(w), tile_count(rows), tiles, dtype=torch.float32, device=w.device)
+        return Operand(empty_values(w, len(w) * rows, depth).view(-1, rows, depth), scale, "block", depth)
+    padded = -(-tiles // 4) * 4
+    create = torch.empty if padded == tiles else torch.ones
     scale = create(tile_count(rows), padded, dtype=torch.float32, device=w.device)
     return Operand(empty_values(w, rows, depth), scale.t(), "block", depth)
 
@@ -167,29 +176,7 @@ def largest_magnitudes(x: Tensor, current: Tensor | None = None) -> Tensor:
 
 def quantize_group_blocks(w: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
     """See :func:`snip_megatron.numerics.quantize.operands.quantize_group_blocks`."""
-    w = w.detach()
-    E, N, K = w.shape
-    flat, old = w.view(E * N, K), (None, None) if cached is None else cached.operands
-    row, col = (
-        None if fmt not in BITS else _group_output(w, rows, depth) if output is None else output
-        for fmt, rows, depth, output in zip(spec.formats, (N, K), (K, N), old, strict=True)
-    )
-    launch(
-        block_kernel, (tile_count(K), tile_count(E * N)),
-        [(flat, torch.int32), *output_arguments(row, col, w), flat if cached is None else cached.current],
-        (E * N, K, K // 2, flat.stride(0) // 2, K // 2, N), (tile_count(K), tile_count(N)),
-        {
-            **element_bits(spec), "GROUP": tile_count(N), "GUARDED": cached is not None,
-            "HARDWARE": has_hopper_instructions(w),
-        },
-        LAUNCH["blocks"],
-    )  # fmt: skip
-    return row, col
-
-
-def _group_output(w: Tensor, rows: int, depth: int) -> Operand:
-    scale = torch.empty(len(w), tile_count(rows), tile_count(depth), dtype=torch.float32, device=w.device)
-    return Operand(empty_values(w, len(w) * rows, depth).view(-1, rows, depth), scale, "block", depth)
+    return _blocks(w.detach(), spec, cached)
 
 
 # -- rows of experts -------------------------------------------------------------------------------------------------
@@ -289,7 +276,7 @@ def output_arguments(row: Operand | None, col: Operand | None, unused: Tensor) -
 
 def row_stride(operand: Operand | None) -> int:
     """Return the stride of the rows of an operand in bytes, or 0 for None."""
-    return 0 if operand is None else operand.values.stride(0)
+    return 0 if operand is None else operand.values.stride(-2)
 
 
 def rounding_arguments(
