@@ -92,8 +92,6 @@ def linears_on_meta(args: argparse.Namespace, model_config: Any) -> ModelLinears
 
 def with_resolved_gemm(config: SnipConfig, args: argparse.Namespace) -> SnipConfig:
     """Return the configuration with the backend that ``--snip-gemm auto`` selects for this machine and this model."""
-    if not config.enabled:
-        return config
     te_linears = args.transformer_impl == "transformer_engine"
     return replace(config, gemm=resolve_gemm(config.gemm, formats_in_use(config), te_linears=te_linears))
 

@@ -6,6 +6,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
@@ -70,6 +71,10 @@ def open_run_directory(
         name: getattr(args, name)
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length")
     }
+    shapes: dict[str, dict[str, Any]] | None = None  # path in the layer, or name of a linear → its shape on one rank
+    with suppress(SnipError):  # the planner may not know the model
+        layout = layout_of(args, linears.covered, config)
+        shapes = {kind: asdict(layout.shapes[row.name]) for kind, row in layout.kinds.items()}
     facts = {
         "version": __version__,
         "torch": torch.__version__,
@@ -92,7 +97,7 @@ def open_run_directory(
         "request": request.as_dict(),  # what `snip solve RUN` starts from
         "predicted_times": _predicted_times(config, args, linears.covered, backend),
         "linear_stages": {row.name: row.stage for row in linears.covered},
-        "linear_shapes": _linear_shapes(config, args, linears.covered),  # from which `snip solve --timings` predicts
+        "linear_shapes": shapes,  # from which `snip solve --timings` predicts
         "stays_bf16": list(stays),
         "unquantised_flops": {str(stage): flops for stage, flops in linears.uncovered_flops.items()},
     }
@@ -107,17 +112,6 @@ def _command(args: argparse.Namespace) -> str:
     words = [word for word in sys.orig_argv[1:] if word != "-u"]
     checkpoints = args.save or args.load or "<checkpoints: this job saves none>"
     return f"torchrun {hosts} --nproc-per-node {local} {shlex.join(words)} --load {checkpoints}"
-
-
-def _linear_shapes(
-    config: SnipConfig, args: argparse.Namespace, linears: Sequence[LinearRow]
-) -> dict[str, dict[str, Any]] | None:
-    """Return path in the layer, or name of a linear → its shape on one rank. None if the planner cannot say."""
-    try:
-        layout = layout_of(args, linears, config)
-        return {kind: asdict(layout.shapes[row.name]) for kind, row in layout.kinds.items()}
-    except SnipError:
-        return None
 
 
 def _predicted_times(

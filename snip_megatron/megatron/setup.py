@@ -113,7 +113,9 @@ class SnipRun:
             )
         if getattr(self._args, "tp_comm_overlap", False):
             say("--tp-comm-overlap: linears gather and scatter beside their GEMMs only where all three are bf16")
-        self._checkpoint = checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
+        self._checkpoint = checkpoint = SnipState(
+            lambda: None if self._controller is None else self._controller.state_to_save(), self._checkpoint_has_state
+        )
         model_chunks[0].snip_state = checkpoint
         self._undo_model.enter_context(compat.state_beside_model(checkpoint.content, self._loaded))
         return model_chunks
@@ -146,9 +148,6 @@ class SnipRun:
             self._controller.record_losses(losses, **which)
 
     # -- checkpoint --------------------------------------------------------------------------------------------
-    def _state_to_save(self) -> bytes | None:
-        return None if self._controller is None else self._controller.state_to_save()
-
     def _checkpoint_has_state(self) -> bool:
         """Return whether the checkpoint being loaded has SNIP's state."""
         if self._args.finetune or not self._args.load:

@@ -150,7 +150,8 @@ def _row_hooks(layer: Any, registry: LinearRegistry, check: KernelCheck) -> list
         return []
     group = getattr(dispatcher, "tp_ep_group", None)
     several = group is not None and dist.get_world_size(group) > 1
-    handle = next((each for each in registry if each.expert is not None and _is_in(each, layer)), None)
+    modules = set(layer.modules())
+    handle = next((each for each in registry if each.expert is not None and each.module in modules), None)
     if handle is None:
         return []
     position, name = handle.state.position, handle.name.rpartition(".")[0]
@@ -175,7 +176,3 @@ def _row_hooks(layer: Any, registry: LinearRegistry, check: KernelCheck) -> list
             _note(check, (0, 0, position - 1), "experts", name, where, expert=local[first])
 
     return [layer.router.register_forward_hook(choose), layer.experts.register_forward_pre_hook(compare)]
-
-
-def _is_in(handle: LinearHandle, layer: torch.nn.Module) -> bool:
-    return any(module is handle.module for module in layer.modules())

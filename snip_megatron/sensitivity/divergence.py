@@ -9,7 +9,6 @@ step) enters only once, in the s that ``drift2`` was tabulated with.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,15 +62,9 @@ EMBEDDING = "embedding"
 _TINY = 1e-300
 
 
-@dataclass(frozen=True)
-class Propagation:
-    """Relative gradient errors √(ρ² + ξ²) that an option, the GEMM of one linear in a format, causes elsewhere.
-
-    They are float64 [options, linears] and [options, sinks].
-    """
-
-    linears: FloatArray
-    sinks: FloatArray
+Propagation = tuple[FloatArray, FloatArray]
+"""Relative gradient errors √(ρ² + ξ²) that an option, the GEMM of one linear in a format, causes elsewhere: float64
+[options, linears] and [options, sinks]."""
 
 
 def _places(table: StatisticsTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -113,9 +106,7 @@ def fprop_propagation(table: StatisticsTable, fmt: str) -> Propagation:
     activation = k * _ratio(table.linear["fx2"], table.linear["xs2"])[None, :] * (sub[None, :] > sub[:, None])
     local = local * ((sub[None, :] == sub[:, None]) & (role[None, :] >= role[:, None]) & (role[:, None] < 2))
     residual = _ratio(table.boundary["fr2"], table.boundary["r2"])
-    return Propagation(
-        linears=np.sqrt(gradient**2 + activation**2 + local**2), sinks=k * residual[_sink_boundaries(table)][None, :]
-    )
+    return np.sqrt(gradient**2 + activation**2 + local**2), k * residual[_sink_boundaries(table)][None, :]
 
 
 def dgrad_error2(table: StatisticsTable, fmt: str) -> FloatArray:
@@ -170,7 +161,7 @@ def dgrad_propagation(table: StatisticsTable, fmt: str) -> Propagation:
     before = shared & (role[None, :] < role[:, None])
     to_linear = sub[None, :] < at_option
     to_sink = (sink[None, :] <= at_option) & ~norm_at_option
-    return Propagation(linears=q * to_linear + local * before, sinks=q * to_sink + local * beside * norm_at_option)
+    return q * to_linear + local * before, q * to_sink + local * beside * norm_at_option
 
 
 def update_error(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatArray:
@@ -196,9 +187,9 @@ def update_error(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatAr
 
 
 def _total_update_error(table: StatisticsTable, reached: Propagation) -> FloatArray:
-    linears = update_error(table.arrays["drift2"], table.linear["w2"], reached.linears).sum(axis=1)
-    sinks = update_error(table.arrays["sink_drift2"], table.arrays["sink_w2"], reached.sinks).sum(axis=1)
-    total: FloatArray = linears + sinks
+    linears = update_error(table.arrays["drift2"], table.linear["w2"], reached[0])
+    sinks = update_error(table.arrays["sink_drift2"], table.arrays["sink_w2"], reached[1])
+    total: FloatArray = linears.sum(axis=1) + sinks.sum(axis=1)
     return total
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from snip_megatron.layers.context import WHOLE_TENSOR, LinearHandle
+from snip_megatron.layers.context import WHOLE_TENSOR, LinearHandle, amax_of
 from snip_megatron.layers.warm_up import WarmUpLinear
 from snip_megatron.numerics.products.backend import unrounded
 from snip_megatron.numerics.quantize.formats import resolve
@@ -244,13 +244,10 @@ class LinearRecorder:
 
     def _amax(self, name: str, tensor: Tensor) -> Tensor | None:
         """Return max|·| of the whole operand, not of a sample. None if no format has one scale per tensor."""
-        if not WHOLE_TENSOR & {resolve(fmt) for fmt in self.formats}:
+        if WHOLE_TENSOR.isdisjoint(map(resolve, self.formats)):
             return None
         shared = self.handle.shared_amax(name, tensor, map(resolve, self.formats))
-        if shared is not None or not tensor.numel():
-            return shared
-        amax: Tensor = torch.linalg.vector_norm(tensor, float("inf")).float()
-        return amax
+        return amax_of(tensor) if shared is None and tensor.numel() else shared
 
     def _rotations(self, name: str, tensor: Tensor) -> dict[str, Rotation]:
         """Return format → how wgrad transforms an operand, for the formats that do."""

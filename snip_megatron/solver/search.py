@@ -237,8 +237,20 @@ def _solve(table: Table, core: Bools, hint: Ints, limits: Limits, effort: float)
         if limits.exhausted:
             break
         solver = cp_model.CpSolver()
-        gap = table.goal / 2 if table.limit == math.inf else 0.0
-        _configure(solver, limits, effort, gap, presolve=presolve)
+        parameters = solver.parameters
+        parameters.cp_model_presolve = presolve
+        parameters.random_seed = limits.seed
+        parameters.relative_gap_limit = table.goal / 2 if table.limit == math.inf else 0.0
+        # Two workers cost more and change ties, and a single search keeps its deterministic limit.
+        parameters.num_workers = 1
+        parameters.linearization_level = 2  # the whole model in the LP: seen 3–10 times faster than the default here
+        # In OR-Tools 9.15 this presolve step proves wrong optima if at-most-one and linear constraints overlap, as they
+        # do in these models (google/or-tools#5293). test_equals_highs in tests/unit/solver/test_solve.py finds some.
+        parameters.presolve_inclusion_work_limit = 0
+        if math.isfinite(limits.seconds):
+            parameters.max_time_in_seconds = max(limits.seconds, 0.01)
+        if math.isfinite(most := min(effort, limits.deterministic - limits.used)):
+            parameters.max_deterministic_time = most
         status = solver.solve(model.model)
         limits.used += float(solver.response_proto.deterministic_time)
         assignment, bound = model.result(solver, status)
@@ -338,20 +350,3 @@ def _integer(value: float, bits: int, *, up: bool) -> int:
     """Return value · 2^bits, rounded."""
     scaled = math.ldexp(value, bits)
     return math.ceil(scaled) if up else math.floor(scaled)
-
-
-def _configure(solver: cp_model.CpSolver, limits: Limits, effort: float, gap: float, *, presolve: bool) -> None:
-    parameters = solver.parameters
-    parameters.cp_model_presolve = presolve
-    parameters.random_seed = limits.seed
-    parameters.relative_gap_limit = gap
-    # Two workers cost more and change ties, and a single search keeps its deterministic limit.
-    parameters.num_workers = 1
-    parameters.linearization_level = 2  # the whole model in the LP: seen 3–10 times faster than the default here
-    # In OR-Tools 9.15 this presolve step proves wrong optima if at-most-one and linear constraints overlap, as they do
-    # in these models (google/or-tools#5293). test_equals_highs in tests/unit/solver/test_solve.py finds some.
-    parameters.presolve_inclusion_work_limit = 0
-    if math.isfinite(limits.seconds):
-        parameters.max_time_in_seconds = max(limits.seconds, 0.01)
-    if math.isfinite(most := min(effort, limits.deterministic - limits.used)):
-        parameters.max_deterministic_time = most

@@ -294,11 +294,8 @@ class CublasLt:
 
     def _preference(self, problem: _Problem) -> _Descriptor:
         """Make a preference. Algorithms that add parts of a product in another dtype than FP32 are excluded."""
-        preference, (a, b, c) = (
-            self._descriptor("MatmulPreference"),
-            (ctypes.c_uint32(m.alignment) for m in problem[:3]),
-        )
-        limit = ctypes.c_uint64(_WORKSPACE)
+        preference, limit = self._descriptor("MatmulPreference"), ctypes.c_uint64(_WORKSPACE)
+        a, b, c = (ctypes.c_uint32(matrix.alignment) for matrix in problem[:3])
         values = [(_MAX_WORKSPACE, limit), (_ALIGN_A, a), (_ALIGN_B, b), (_ALIGN_C, c), (_ALIGN_D, c)]
         if problem.c.dtype is not torch.float32:
             values.append((_REDUCTION_SCHEMES, ctypes.c_uint32(_IN_FP32)))

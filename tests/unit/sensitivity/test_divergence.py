@@ -55,11 +55,11 @@ def test_fprop_reaches_all_gradients_and_later_activations() -> None:
     table = quiet_table(c2=np.array([[1.0, 4.0]] * 8), e2=0.0, fg2=0.09, fx2=0.16)
     reach = fprop_propagation(table, "fp4")  # k = 2: ρ = .6 everywhere, ξ = .8 above
     later = np.repeat([[0, 0, 1, 1, 2, 2, 3, 3]], 8, 0) > np.repeat([[0, 0, 1, 1, 2, 2, 3, 3]], 8, 0).T
-    np.testing.assert_allclose(reach.linears, np.where(later, 1.0, 0.6))
+    np.testing.assert_allclose(reach[0], np.where(later, 1.0, 0.6))
 
 
 def test_fprop_local_effects_stay_in_the_sub_block() -> None:
-    reach = fprop_propagation(quiet_table(c2=0.0, e2=0.25), "fp4").linears
+    reach = fprop_propagation(quiet_table(c2=0.0, e2=0.25), "fp4")[0]
     expected = np.zeros((8, 8))
     for first in (QKV, FC1, 4 + QKV, 4 + FC1):
         expected[first, first] = expected[first, first + 1] = 0.5  # its other half's gradient; the second's X
@@ -69,14 +69,14 @@ def test_fprop_local_effects_stay_in_the_sub_block() -> None:
 def test_fprop_without_the_forward_noise_pass_is_refused() -> None:
     with pytest.raises(SnipError, match="lack the forward-noise pass"):
         fprop_propagation(quiet_table(cn2=0.0), "fp4")
-    assert not fprop_propagation(quiet_table(cn2=0.0, c2=0.0, e2=0.0), "fp4").linears.any()
+    assert not fprop_propagation(quiet_table(cn2=0.0, c2=0.0, e2=0.0), "fp4")[0].any()
 
 
 def test_dgrad_goes_down_unchanged() -> None:
     # ‖E_D‖/‖D‖ = 1/2 everywhere, a branch carries 1/10 of the residual gradient: q = .05.
     n = np.array([192.0, 64.0, 256.0, 64.0] * 2)
     table = quiet_table(dg_row2=(0.25 * n)[:, None], dw2=0.0, branch_r2=0.01)
-    reach = dgrad_propagation(table, "fp4").linears
+    reach = dgrad_propagation(table, "fp4")[0]
     assert reach[4 + FC2, : 4 + FC1] == pytest.approx(0.05)
     assert reach[4 + FC2, 4 + FC1] == pytest.approx(0.5)  # behind the second: the first's G, undiluted
     assert reach[4 + FC1, 4 + FC1] == 0.0  # no gradient of its own
@@ -114,11 +114,11 @@ def test_dgrad_of_the_first_block_is_not_free() -> None:
     reach = dgrad_propagation(table, "fp4")
     local = np.sqrt(dgrad_error2(table, "fp4"))
     # Sinks: the embedding, then the norm of every sub-block and the final norm.
-    assert reach.sinks[QKV, 0] == pytest.approx(0.1 * local[QKV])
-    assert reach.sinks[QKV, 1] == pytest.approx(local[QKV])  # its own norm, undiluted
-    assert reach.sinks[QKV, 2:].tolist() == [0.0] * 4
+    assert reach[1][QKV, 0] == pytest.approx(0.1 * local[QKV])
+    assert reach[1][QKV, 1] == pytest.approx(local[QKV])  # its own norm, undiluted
+    assert reach[1][QKV, 2:].tolist() == [0.0] * 4
     q = 0.1 * local[4 + FC2]
-    assert reach.sinks[4 + FC2] == pytest.approx([q, q, q, q, local[4 + FC2], 0.0])
+    assert reach[1][4 + FC2] == pytest.approx([q, q, q, q, local[4 + FC2], 0.0])
     assert np.all(weight_divergence(table, ("fp4",))[:, 1, 0] > 0.0)
 
 

@@ -171,7 +171,7 @@ class Compilation:
 
 def _done_file(kernels: Sequence[str], target: GPUTarget, *, replays: bool) -> Path:
     """Return the path of the file whose presence in Triton's cache means that everything is compiled."""
-    code = {name: _kernel(name).cache_key for name in sorted({_name(kernel) for kernel in kernels})}
+    code = sorted({_kernel(kernel).cache_key for kernel in kernels})
     identity = repr((sorted(kernels), code, target, triton.__version__, replays))
     return Path(triton.knobs.cache.dir) / f"snip-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
 
@@ -209,18 +209,14 @@ def compile_kernel(kernel: str | Source) -> None:
     if isinstance(kernel, Source):
         _compile_source(kernel)
         return
-    compiled = _kernel(_name(kernel)).preload(kernel)
+    compiled = _kernel(kernel).preload(kernel)
     with suppress(Exception):  # needs a C compiler and libcuda. Without them a launch says so
         CudaLauncher(compiled.src, compiled.metadata)
 
 
-def _name(kernel: str) -> str:
-    """Return the name of a kernel with its module."""
-    return str(json.loads(kernel)["name"])
-
-
-def _kernel(name: str) -> Any:
-    module, _, function = name.rpartition(".")
+def _kernel(kernel: str) -> Any:
+    """Return Triton's function of a kernel."""
+    module, _, function = json.loads(kernel)["name"].rpartition(".")
     return getattr(importlib.import_module(module), function)
 
 
@@ -233,7 +229,7 @@ def _work() -> None:
     compile_for(target)
     for kernel in kernels:
         if isinstance(kernel, str):
-            _kernel(_name(kernel))
+            _kernel(kernel)
     random.shuffle(kernels)  # another job of this machine may compile the same ones: each finds what the other has done
     with ProcessPoolExecutor(processes + replays, get_context("fork"), _die_with_parent) as pool:
         library = [pool.submit(compiled_library)] if replays else []
