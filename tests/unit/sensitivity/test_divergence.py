@@ -102,7 +102,7 @@ def test_dgrad_s_error_is_diluted_by_what_flows_back_beside_it() -> None:
             replace(row, name=f"decoder.layers.1.{module}.{path}", sub_block=3, role=list(Role)[role])
             for row, (path, role) in zip(table.linears[4:], paths.items(), strict=True)
         ]
-        reach = dgrad_propagation(replace(table, linears=(*table.linears[:4], *own)), "fp4").linears
+        reach = dgrad_propagation(replace(table, linears=(*table.linears[:4], *own)), "fp4")[0]
         outside, inside = expected[kind]
         np.testing.assert_allclose(reach[4:, :4], np.repeat(np.array(outside)[:, None], 4, 1))
         assert {(4 + i, 4 + j) for i, j in zip(*np.nonzero(reach[4:, 4:]), strict=True)} == inside
