@@ -41,24 +41,16 @@ class LinearCall(NamedTuple):
     """The arguments of one forward other than tensors. The backward uses the same object.
 
     Every forward builds one, and a tuple is faster to build than a dataclass.
-
-    Attributes:
-        sequence_parallel: whether the input is this rank's token shard. It is then gathered, and its gradient is
-            reduce-scattered.
-        allreduce_dgrad: whether the input is replicated. Its gradient is then all-reduced.
-        tp_group: the tensor parallel group, which communication needs.
-        has_backward: whether a backward may follow. X is quantised for wgrad only then.
-        override: the request of a measuring pass. None during training and in probes.
-        reduce_scatter: whether the output is reduce-scattered. The output gradient is then this rank's token shard and
-            is gathered.
     """
 
     handle: LinearHandle
+    # whether the input is this rank's token shard. It is then gathered, and its gradient is reduce-scattered
     sequence_parallel: bool = False
-    allreduce_dgrad: bool = False
-    tp_group: dist.ProcessGroup | None = None
-    has_backward: bool = True
-    override: Override | None = None
+    allreduce_dgrad: bool = False  # whether the input is replicated. Its gradient is then all-reduced
+    tp_group: dist.ProcessGroup | None = None  # the tensor parallel group, which communication needs
+    has_backward: bool = True  # whether a backward may follow. X is quantised for wgrad only then
+    override: Override | None = None  # the request of a measuring pass. None during training and in probes
+    # whether the output is reduce-scattered. The output gradient is then this rank's token shard and is gathered
     reduce_scatter: bool = False
 
     @property

@@ -64,61 +64,50 @@ class BackwardRecorder(Protocol):
 
 @dataclass(frozen=True)
 class Override:
-    """The request of a measuring pass to one linear in one microbatch. It replaces the formats of the map.
+    """The request of a measuring pass to one linear in one microbatch. It replaces the formats of the map."""
 
-    Attributes:
-        formats: formats of (fprop, dgrad, wgrad).
-        microbatch: index of the microbatch in the step. It enters the keys of stochastic rounding, so that a repeated
-            microbatch rounds as it did before.
-        perturb: the GEMM whose result is changed by less than a rounding step of the training dtype, which measures the
-            effect of rounding alone. None if no GEMM is changed. See :func:`snip_megatron.layers.autograd.perturbed`.
-        compare: a format for fprop. The backward reports ⟨G, E⟩, where E is the error that fprop has in this format.
-        report: called with ⟨G, E⟩, a float64 scalar, for the shards of this tensor parallel rank and G as autograd
-            passes it.
-        backend: what multiplies in the pass. None: the backend of all linears.
-    """
-
-    formats: Formats = ALL_BF16
+    formats: Formats = ALL_BF16  # formats of (fprop, dgrad, wgrad)
+    # index of the microbatch in the step. It enters the keys of stochastic rounding, so that a repeated microbatch
+    # rounds as it did before
     microbatch: int = 0
+    # the GEMM whose result is changed by less than a rounding step of the training dtype, which measures the effect of
+    # rounding alone. None if no GEMM is changed. See :func:`snip_megatron.layers.autograd.perturbed`
     perturb: Gemm | None = None
+    # a format for fprop. The backward reports ⟨G, E⟩, where E is the error that fprop has in this format
     compare: Format | None = None
+    # called with ⟨G, E⟩, a float64 scalar, for the shards of this tensor parallel rank and G as autograd passes it
     report: Callable[[torch.Tensor], None] | None = None
-    backend: GemmBackend | None = None
+    backend: GemmBackend | None = None  # what multiplies in the pass. None: the backend of all linears
 
 
 @dataclass
 class StepContext:
-    """State of the current step, shared by all linears of a rank. The step hooks write it and the linears read it.
-
-    Attributes:
-        dp_rank, dp_size: data parallel rank and size. Microbatch i of a rank is global microbatch i·dp_size + dp_rank.
-        expert_dp_rank, expert_dp_size: rank and size of the expert data parallel group, the ranks that hold the same
-            experts. A GEMM of an expert has tokens of all expert parallel ranks.
-        probing: whether a probe is running. All GEMMs then run in bf16, and backwards are recorded.
-        override: during a measuring pass, a function that returns what the pass requests of a linear in the current
-            microbatch; None otherwise. During a measuring pass no linear runs Megatron's own code, so that every wgrad
-            accumulates in FP32.
-        bf16_eval: whether forwards without gradients run in bf16 under any map, of modules in evaluation mode
-            (``module.eval()``). Forwards of training have no gradients either where they are recomputed later.
-        use_te_recipe: whether linears of Transformer Engine run their own GEMMs in the formats of the map
-            (``--snip-gemm transformer_engine``). Probes and measuring passes use ``backend``.
-        map_is_quantized: whether the map in force quantises any GEMM of the model.
-        fsdp_sharded: whether data parallel ranks shard the weights, so that a linear has its weight only while it runs.
-            The weight is then quantised in every pass, and its gradient goes to autograd, whose hooks reduce it.
-    """
+    """State of the current step, shared by all linears of a rank. The step hooks write it and the linears read it."""
 
     step: int = 0
     seed: int = 0
+    # dp_rank, dp_size: data parallel rank and size. Microbatch i of a rank is global microbatch i·dp_size + dp_rank
     dp_rank: int = 0
     dp_size: int = 1
+    # expert_dp_rank, expert_dp_size: rank and size of the expert data parallel group, the ranks that hold the same
+    # experts. A GEMM of an expert has tokens of all expert parallel ranks
     expert_dp_rank: int = 0
     expert_dp_size: int = 1
     backend: GemmBackend = REFERENCE
-    probing: bool = False
+    probing: bool = False  # whether a probe is running. All GEMMs then run in bf16, and backwards are recorded
+    # during a measuring pass, a function that returns what the pass requests of a linear in the current microbatch;
+    # None otherwise. During a measuring pass no linear runs Megatron's own code, so that every wgrad accumulates in
+    # FP32
     override: Callable[[LinearHandle], Override] | None = None
+    # whether forwards without gradients run in bf16 under any map, of modules in evaluation mode (``module.eval()``).
+    # Forwards of training have no gradients either where they are recomputed later
     bf16_eval: bool = False
+    # whether linears of Transformer Engine run their own GEMMs in the formats of the map (``--snip-gemm
+    # transformer_engine``). Probes and measuring passes use ``backend``
     use_te_recipe: bool = False
-    map_is_quantized: bool = False
+    map_is_quantized: bool = False  # whether the map in force quantises any GEMM of the model
+    # whether data parallel ranks shard the weights, so that a linear has its weight only while it runs. The weight is
+    # then quantised in every pass, and its gradient goes to autograd, whose hooks reduce it
     fsdp_sharded: bool = False
 
     @property
@@ -129,80 +118,60 @@ class StepContext:
 
 @dataclass
 class GraphedState:
-    """What a linear in CUDA graphs reads from the device.
+    """What a linear in CUDA graphs reads from the device."""
 
-    Attributes:
-        weight: the quantised weight. Probes and measuring passes use :attr:`LinearState.weights` also with graphs.
-        next_keys: returns the keys of stochastic rounding of the next backward.
-        signs: the signs of this step's Hadamard transforms, int32 [1].
-    """
-
+    # the quantised weight. Probes and measuring passes use :attr:`LinearState.weights` also with graphs
     weight: GraphedWeight
-    next_keys: Callable[[], KeyWords]
-    signs: torch.Tensor
+    next_keys: Callable[[], KeyWords]  # returns the keys of stochastic rounding of the next backward
+    signs: torch.Tensor  # the signs of this step's Hadamard transforms, int32 [1]
 
 
 @dataclass
 class LinearState:
-    """What changes of a linear while it trains.
+    """What changes of a linear while it trains."""
 
-    Attributes:
-        position: position of the linear in the global order of the model's linears, which the registry sets.
-        formats: formats of (fprop, dgrad, wgrad) in the map in force.
-        recorder: receives the backwards of probes. None if the linear is not recorded.
-        weights: the quantised weight of this step.
-        graphed: None without CUDA graphs.
-        beside_swiglu: whether SwiGLU, of this linear's output or as its input, may be fused with quantisation.
-        delayed: wgrads that are still to run, in the order of their backwards, of a linear that delays them.
-        spans: times Megatron's own code of the linear. None if it is not timed.
-        backwards: number of backwards in this step so far. Every pipeline schedule runs backwards in microbatch order,
-            with and without recomputation. In a backward this is therefore the index of the microbatch on this rank,
-            which enters the keys of stochastic rounding.
-    """
-
-    position: int = 0
-    formats: Formats = ALL_BF16
-    recorder: BackwardRecorder | None = None
-    weights: WeightCache = field(default_factory=WeightCache)
-    graphed: GraphedState | None = None
+    position: int = 0  # position of the linear in the global order of the model's linears, which the registry sets
+    formats: Formats = ALL_BF16  # formats of (fprop, dgrad, wgrad) in the map in force
+    recorder: BackwardRecorder | None = None  # receives the backwards of probes. None if the linear is not recorded
+    weights: WeightCache = field(default_factory=WeightCache)  # the quantised weight of this step
+    graphed: GraphedState | None = None  # None without CUDA graphs
+    # whether SwiGLU, of this linear's output or as its input, may be fused with quantisation
     beside_swiglu: bool = False
+    # wgrads that are still to run, in the order of their backwards, of a linear that delays them
     delayed: deque[Callable[[], None]] = field(default_factory=deque)
-    spans: Spans | None = None
+    spans: Spans | None = None  # times Megatron's own code of the linear. None if it is not timed
+    # number of backwards in this step so far. Every pipeline schedule runs backwards in microbatch order, with and
+    # without recomputation. In a backward this is therefore the index of the microbatch on this rank, which enters the
+    # keys of stochastic rounding
     backwards: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class LinearHandle:
-    """The identity of one converted linear of this rank.
-
-    Attributes:
-        parallel: "column" (W is sharded over output features), "row" (over input features) or "whole" (every tensor
-            parallel rank has all of it).
-        n, k: shape of the unsharded weight.
-        out_features, in_features: int64 global indices of the local weight's rows and columns.
-        delays: whether wgrad runs when the module's ``backward_dw`` is called, not in the backward.
-        parameter: name of the module's parameter that is the local shard of the weight [N local, K local].
-        tp_group: the tensor parallel group. None if no tensor is sharded. Ranks that share a whole linear's tokens have
-            one.
-        expert: global index of the expert that the linear belongs to. None if it belongs to none. The same linear of
-            all experts of a layer has one name.
-    """
+    """The identity of one converted linear of this rank."""
 
     id: LinearId
+    # "column" (W is sharded over output features), "row" (over input features) or "whole" (every tensor parallel rank
+    # has all of it)
     parallel: str
+    # n, k: shape of the unsharded weight
     n: int
     k: int
     stage: int
     tp_rank: int
     tp_size: int
+    # out_features, in_features: int64 global indices of the local weight's rows and columns
     out_features: torch.Tensor
     in_features: torch.Tensor
     context: StepContext
     module: torch.nn.Module = field(repr=False)
+    # the tensor parallel group. None if no tensor is sharded. Ranks that share a whole linear's tokens have one
     tp_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    # global index of the expert that the linear belongs to. None if it belongs to none. The same linear of all experts
+    # of a layer has one name
     expert: int | None = None
-    parameter: str = "weight"
-    delays: bool = False
+    parameter: str = "weight"  # name of the module's parameter that is the local shard of the weight [N local, K local]
+    delays: bool = False  # whether wgrad runs when the module's ``backward_dw`` is called, not in the backward
     state: LinearState = field(default_factory=LinearState, repr=False)
 
     @property

@@ -24,15 +24,10 @@ from snip_megatron.precision import Format, FormatPair, Gemm
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """SwiGLU and its gradient as the training computes them without fusion.
+    """SwiGLU and its gradient as the training computes them without fusion."""
 
-    Attributes:
-        forward: y [T, 2K], gates first → [T, K].
-        backward: (gradient of the result [T, K], y) → gradient of y [T, 2K].
-    """
-
-    forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
+    forward: Callable[[Tensor], Tensor]  # y [T, 2K], gates first → [T, K]
+    backward: Callable[[Tensor, Tensor], Tensor]  # (gradient of the result [T, K], y) → gradient of y [T, 2K]
 
 
 def may_fuse(fc1: LinearHandle, fc2: LinearHandle) -> bool:

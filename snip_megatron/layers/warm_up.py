@@ -18,20 +18,14 @@ from snip_megatron.precision import ALL_BF16, Format, Formats
 
 @dataclass(frozen=True)
 class WarmUpLinear:
-    """A linear with the shapes of one of the model's, which runs on this rank alone.
+    """A linear with the shapes of one of the model's, which runs on this rank alone."""
 
-    Attributes:
-        handle: handle with a weight and a gradient of its own, both zero.
-        x, g: X [tokens, K local] and G [tokens, N local], zero.
-        whole_x: whether shards of X are gathered, as under sequence parallelism.
-        experts: number of experts that have such a linear, for grouped products; 0 for a linear that runs alone.
-    """
-
-    handle: LinearHandle
+    handle: LinearHandle  # with a weight and a gradient of its own, both zero
+    # X [tokens, K local] and G [tokens, N local], zero
     x: torch.Tensor
     g: torch.Tensor
-    whole_x: bool
-    experts: int = 0
+    whole_x: bool  # whether shards of X are gathered, as under sequence parallelism
+    experts: int = 0  # number of experts that have such a linear, for grouped products; 0 for a linear that runs alone
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Run the linear. Experts share one weight, and the rows evenly."""

@@ -41,20 +41,15 @@ def mean_over_ranks(value: torch.Tensor | None, device: torch.device) -> float |
 
 @dataclass
 class Evaluation:
-    """Wraps Megatron's ``evaluate``.
+    """Wraps Megatron's ``evaluate``."""
 
-    Attributes:
-        mode: Value of ``--snip-eval``: map, bf16 or both.
-        record: Called on every rank with the computed losses under the keys "map" and "bf16", and with ``kind``, which
-            is ``validation`` or ``test``. If there are several validation sets, ``set`` is the name or the index.
-        graphs: CUDA graphs of the training steps. Validation runs without them.
-    """
-
-    mode: str
+    mode: str  # value of ``--snip-eval``: map, bf16 or both
     args: argparse.Namespace
     context: StepContext
+    # called on every rank with the computed losses under the keys "map" and "bf16", and with ``kind``, which is
+    # ``validation`` or ``test``. If there are several validation sets, ``set`` is the name or the index
     record: Callable[..., None]
-    graphs: GraphedRun
+    graphs: GraphedRun  # CUDA graphs of the training steps. Validation runs without them
     _kind: str = "validation"
     _sets: Iterator[Any] = field(default_factory=lambda: iter(()))
 

@@ -147,20 +147,16 @@ def _local_sinks(model: Sequence[torch.nn.Module], rows: Sequence[SinkRow], tp_r
 # -- a training step ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class StepCall:
-    """The arguments of Megatron's ``train_step`` that a probe needs.
+    """The arguments of Megatron's ``train_step`` that a probe needs."""
 
-    Attributes:
-        step: Number of the step, counted from 0.
-        num_microbatches: Number of microbatches of the step on this rank.
-    """
-
-    step: int
+    step: int  # number of the step, counted from 0
     forward_step_func: Callable[..., Any]
     data_iterator: Any
     model: list[Any]
     optimizer: Any
     config: Any
     forward_backward_func: Callable[..., Any]
+    # number of microbatches of the step on this rank
     num_microbatches: int = field(default_factory=get_num_microbatches)
 
 

@@ -45,26 +45,16 @@ _NORMS = {
 
 @dataclass(frozen=True)
 class BuiltLinear:
-    """One linear of this rank, or of one of its experts.
-
-    Attributes:
-        module: The module. Grouped linears of experts share one.
-        parent: The module that contains ``module``.
-        reader: The module that reads the residual stream at the beginning of the linear's sub-block.
-        writer: The layer whose output is the residual stream after the sub-block.
-        expert: Global index of the expert. None if the linear belongs to no expert.
-        row: Its row, whose ``sub_block`` is counted within the layer.
-        parameter: Name of the module's parameter that is its weight.
-    """
+    """One linear of this rank, or of one of its experts."""
 
     id: LinearId
-    module: Any
-    parent: Any
-    reader: Any
-    writer: Any
-    expert: int | None
-    row: LinearRow
-    parameter: str = "weight"
+    module: Any  # the module. Grouped linears of experts share one
+    parent: Any  # the module that contains ``module``
+    reader: Any  # the module that reads the residual stream at the beginning of the linear's sub-block
+    writer: Any  # the layer whose output is the residual stream after the sub-block
+    expert: int | None  # global index of the expert. None if the linear belongs to no expert
+    row: LinearRow  # its row, whose ``sub_block`` is counted within the layer
+    parameter: str = "weight"  # name of the module's parameter that is its weight
 
 
 def built_linears(chunks: Sequence[torch.nn.Module]) -> list[BuiltLinear]:
@@ -77,15 +67,10 @@ def built_linears(chunks: Sequence[torch.nn.Module]) -> list[BuiltLinear]:
 
 @dataclass(frozen=True)
 class ModelLinears:
-    """The linears of a model, over all ranks.
+    """The linears of a model, over all ranks."""
 
-    Attributes:
-        covered: Those that a precision map covers, in the order of maps and broadcasts.
-        uncovered: Those that stay in bf16. They count in the fp4 share.
-    """
-
-    covered: tuple[LinearRow, ...]
-    uncovered: tuple[LinearRow, ...] = ()
+    covered: tuple[LinearRow, ...]  # those that a precision map covers, in the order of maps and broadcasts
+    uncovered: tuple[LinearRow, ...] = ()  # those that stay in bf16. They count in the fp4 share
 
     @classmethod
     def split(cls, rows: Iterable[LinearRow], stock: Mapping[str, str]) -> ModelLinears:

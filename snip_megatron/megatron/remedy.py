@@ -24,17 +24,12 @@ from snip_megatron.timing.table import NoTableError, TimingTable, load_table, pa
 
 @dataclasses.dataclass(frozen=True)
 class RemedyWriter:
-    """Writes the remedies of the steps of a job.
-
-    Attributes:
-        rows: The linears of the model that the job may quantise.
-        recipe: Megatron's own recipe. None if the formats are those of a map of SNIP.
-    """
+    """Writes the remedies of the steps of a job."""
 
     config: SnipConfig
     args: argparse.Namespace
-    rows: Sequence[LinearRow]
-    recipe: HostRecipe | None = None
+    rows: Sequence[LinearRow]  # the linears of the model that the job may quantise
+    recipe: HostRecipe | None = None  # Megatron's own recipe. None if the formats are those of a map of SNIP
 
     def write(self, blame: Blame, formats: PrecisionMap, folder: Path) -> Blame:
         """Write the files of a remedy beside the verdict. Returns the verdict with it. Nothing without a culprit."""

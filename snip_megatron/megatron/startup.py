@@ -41,15 +41,10 @@ _PATIENCE_WITH_RANK_ZERO = 3.0  # of ranks that know that rank 0 prints the erro
 
 @dataclass(frozen=True)
 class Startup:
-    """Result of :func:`prepare`.
+    """Result of :func:`prepare`."""
 
-    Attributes:
-        on_cpu: Whether there is no CUDA device, so that the ``cpu`` set is installed.
-        disabled: Compatibility sets that the user switched off.
-    """
-
-    on_cpu: bool
-    disabled: frozenset[str]
+    on_cpu: bool  # whether there is no CUDA device, so that the ``cpu`` set is installed
+    disabled: frozenset[str]  # compatibility sets that the user switched off
 
     def allows(self, name: str) -> bool:
         """Whether the compat set ``name`` may be used."""

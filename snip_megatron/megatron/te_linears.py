@@ -121,14 +121,10 @@ class SnipTELayerNormColumnParallelLinearGathered(
 
 
 class _GroupedForward(StockState):
-    """Runs the GEMMs in the formats of the precision map. With three bf16 GEMMs, Transformer Engine's own code runs.
+    """Runs the GEMMs in the formats of the precision map. With three bf16 GEMMs, Transformer Engine's own code runs."""
 
-    Attributes:
-        snip_experts: The linears of this rank's experts.
-        on_wgrad_complete: Callback that reports complete wgrads to DDP. None if autograd reports them.
-    """
-
-    snip_experts: list[LinearHandle]
+    snip_experts: list[LinearHandle]  # the linears of this rank's experts
+    # callback that reports complete wgrads to DDP. None if autograd reports them
     on_wgrad_complete: Callable[[], None] | None = None
 
     def forward(self: Any, x: Tensor | None, m_splits: Any) -> tuple[Tensor | GroupedCall, list[Tensor] | None]:

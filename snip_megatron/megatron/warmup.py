@@ -45,17 +45,13 @@ _ROWS = 1024
 
 @dataclass
 class WarmUp:
-    """The kernels of this rank, as :class:`snip_megatron.runtime.host.Kernels`.
-
-    Attributes:
-        times: Runs once the calls that the first update times. None if this rank times nothing.
-    """
+    """The kernels of this rank, as :class:`snip_megatron.runtime.host.Kernels`."""
 
     registry: LinearRegistry
     config: SnipConfig
     request: SolveRequest
     host: Host
-    times: Callable[[], None] | None
+    times: Callable[[], None] | None  # runs once the calls that the first update times. None if this rank times nothing
     _compilation: Compilation | None = None
     _checked: bool = False
 

@@ -261,9 +261,9 @@ class _ModuleProduct(Product):
 
     Attributes:
         scales: the scales of "x", "w" and "g" under delayed scaling.
-        through: what lies between dgrad and the gradient of the module's input. None if nothing does.
     """
 
+    # what lies between dgrad and the gradient of the module's input. None if nothing does
     through: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, watch: _ModuleWatch, handle: LinearHandle, x: Tensor, scales: dict[str, Tensor | None]) -> None:

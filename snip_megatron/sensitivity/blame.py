@@ -31,59 +31,42 @@ class PassFigures(JsonFields):
 
 @dataclass(frozen=True)
 class Fault(JsonFields):
-    """A bug: the first place in execution order where the job's own result differs from the reference's.
+    """A bug: the first place in execution order where the job's own result differs from the reference's."""
 
-    Attributes:
-        kind: ``gemm``, ``reduction``, ``gather``, ``replica``, ``cached_weight``, ``parameter``, ``gradient`` or
-            ``experts``.
-        linear: Name of the linear, or of a parameter.
-        gemm: The GEMM. None if the fault is in no GEMM.
-        expert: Global index of the expert. None if the linear belongs to none.
-        rank, host: Where the fault was found.
-        library: What multiplied.
-        shape: Rows, columns and depth of the GEMM on this rank.
-        where: Rows and columns of the result that differ.
-        sqnr, bound: Signal to noise ratio of the worst rows or columns, and the least ratio of a correct result, in dB.
-        inputs: File with the inputs, which reproduces the fault alone.
-    """
-
+    # ``gemm``, ``reduction``, ``gather``, ``replica``, ``cached_weight``, ``parameter``, ``gradient`` or ``experts``
     kind: str
-    linear: str
-    gemm: str | None
-    expert: int | None
+    linear: str  # name of the linear, or of a parameter
+    gemm: str | None  # the GEMM. None if the fault is in no GEMM
+    expert: int | None  # global index of the expert. None if the linear belongs to none
+    # rank, host: where the fault was found
     rank: int
     host: str
-    library: str
-    shape: tuple[int, ...]
-    where: str
+    library: str  # what multiplied
+    shape: tuple[int, ...]  # rows, columns and depth of the GEMM on this rank
+    where: str  # rows and columns of the result that differ
+    # sqnr, bound: signal to noise ratio of the worst rows or columns, and the least ratio of a correct result, in dB
     sqnr: float
     bound: float
-    inputs: str | None = None
+    inputs: str | None = None  # file with the inputs, which reproduces the fault alone
 
 
 @dataclass(frozen=True)
 class Culprit(JsonFields):
-    """A GEMM whose rounding does harm, or a suspect. The first one is the culprit.
-
-    Attributes:
-        expert, shard: Index of the expert, and tensor parallel rank, that alone are to blame. None if there are no
-            others, if others have the same error, or if the GEMM is not confirmed.
-        loss_rise, gradient_error: ``loss_rise`` and ``error`` of :class:`Harm`.
-        score: What ranks the suspects.
-        share: Share of the harm that disappears if this GEMM alone runs in bf16. None if it was not tried.
-        confirmed: Whether the GEMM is of the smallest set that explains most of the harm.
-    """
+    """A GEMM whose rounding does harm, or a suspect. The first one is the culprit."""
 
     linear: str
     gemm: str
+    # expert, shard: index of the expert, and tensor parallel rank, that alone are to blame. None if there are no
+    # others, if others have the same error, or if the GEMM is not confirmed
     expert: int | None
     shard: int | None
     format: str
+    # loss_rise, gradient_error: ``loss_rise`` and ``error`` of :class:`Harm`
     loss_rise: float
     gradient_error: float
-    score: float
-    share: float | None
-    confirmed: bool
+    score: float  # what ranks the suspects
+    share: float | None  # share of the harm that disappears if this GEMM alone runs in bf16. None if it was not tried
+    confirmed: bool  # whether the GEMM is of the smallest set that explains most of the harm
 
 
 @dataclass(frozen=True)
@@ -96,50 +79,34 @@ class Trial(JsonFields):
 
 @dataclass(frozen=True)
 class Harm(JsonFields):
-    """Figures of one GEMM of the model.
-
-    Attributes:
-        share: Its share of the scores of all GEMMs.
-        sqnr_of_kernel: The least signal to noise ratio of the job's kernel against the reference, in dB.
-        operand_mse: Mean over both operands of the squared error relative to the mean square.
-        underflow: Largest share of an operand's numbers other than zero that are rounded to zero.
-        loss_rise: What rounding of this fprop alone adds to the loss, to second order.
-        error: Relative error of the GEMM's result on the inputs of the bf16 pass.
-    """
+    """Figures of one GEMM of the model."""
 
     linear: str
     gemm: str
     format: str
-    share: float
-    sqnr_of_kernel: float | None
-    operand_mse: float
-    underflow: float
-    loss_rise: float = 0.0
-    error: float = 0.0
+    share: float  # its share of the scores of all GEMMs
+    sqnr_of_kernel: float | None  # the least signal to noise ratio of the job's kernel against the reference, in dB
+    operand_mse: float  # mean over both operands of the squared error relative to the mean square
+    underflow: float  # largest share of an operand's numbers other than zero that are rounded to zero
+    loss_rise: float = 0.0  # what rounding of this fprop alone adds to the loss, to second order
+    error: float = 0.0  # relative error of the GEMM's result on the inputs of the bf16 pass
 
 
 @dataclass(frozen=True)
 class Remedy(JsonFields):
-    """What leaves the culprits in bf16.
+    """What leaves the culprits in bf16."""
 
-    Attributes:
-        pins: Arguments of a job whose maps SNIP chooses. Empty for a job of Megatron's own formats, as ``map`` is None.
-        map: File of a map.
-        megatron: Megatron's precision file, or the folder with that of each pipeline stage. It has one format a linear.
-        recipe: File with a quantizer factory for Transformer Engine.
-        arguments: Megatron's own arguments that keep the layers of all culprits in bf16. Empty if there are none, or if
-            they would keep many other layers in bf16 too.
-        slowdown: Predicted time of a step over that without the remedy. None if no times are known.
-        notes: What is not there, or differs from the verdict's formats, and why.
-    """
-
+    # arguments of a job whose maps SNIP chooses. Empty for a job of Megatron's own formats, as ``map`` is None
     pins: tuple[str, ...]
-    map: str | None = None
+    map: str | None = None  # file of a map
+    # Megatron's precision file, or the folder with that of each pipeline stage. It has one format a linear
     megatron: str | None = None
-    recipe: str | None = None
-    slowdown: float | None = None
+    recipe: str | None = None  # file with a quantizer factory for Transformer Engine
+    slowdown: float | None = None  # predicted time of a step over that without the remedy. None if no times are known
+    # Megatron's own arguments that keep the layers of all culprits in bf16. Empty if there are none, or if they would
+    # keep many other layers in bf16 too
     arguments: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what is not there, or differs from the verdict's formats, and why
 
     def lines(self) -> list[tuple[str, str]]:
         """Return whom each way of the remedy is for, and its arguments."""
@@ -174,14 +141,9 @@ class Weights(JsonFields):
 
 @dataclass(frozen=True)
 class Blame(JsonFields):
-    """The verdict about one step. All ranks have the same.
+    """The verdict about one step. All ranks have the same."""
 
-    Attributes:
-        step: The step, counted from 1.
-        microbatches, step_microbatches: Number of its microbatches on a rank that every pass ran, and of all of them.
-    """
-
-    step: int
+    step: int  # the step, counted from 1
     checkpoint: Checkpoint | None
     job: str
     formats: str
@@ -195,6 +157,7 @@ class Blame(JsonFields):
     remedy: Remedy | None = None
     seconds: float = 0.0
     thresholds: Mapping[str, float] | None = None
+    # microbatches, step_microbatches: number of its microbatches on a rank that every pass ran, and of all of them
     microbatches: int = 0
     step_microbatches: int = 0
     weights: Weights | None = None

@@ -31,23 +31,18 @@ _TIE_AT_ZERO = 1e-9
 
 @dataclass(frozen=True)
 class Option:
-    """One choice to make.
-
-    Attributes:
-        gemm: the GEMM of the linear. None stands for its three GEMMs together.
-        flops: FLOPs in a training step, which four bits save of the budget. The wgrad of a frozen linear has none, and
-            is no item of a Problem.
-        cost: ``flops`` plus the option's part of those FLOPs of its stage that no choice covers. So Σ cost is all of
-            the decoder's linears, overall and on every stage: the denominator of the fp4 share.
-        pinned: format that a pin fixes.
-    """
+    """One choice to make."""
 
     linear: str
-    gemm: Gemm | None
+    gemm: Gemm | None  # the GEMM of the linear. None stands for its three GEMMs together
     stage: int
+    # FLOPs in a training step, which four bits save of the budget. The wgrad of a frozen linear has none, and is no
+    # item of a Problem
     flops: float
+    # ``flops`` plus the option's part of those FLOPs of its stage that no choice covers. So Σ cost is all of the
+    # decoder's linears, overall and on every stage: the denominator of the fp4 share
     cost: float
-    pinned: Format | None
+    pinned: Format | None  # format that a pin fixes
 
     @property
     def id(self) -> str:

@@ -19,19 +19,15 @@ from snip_megatron.precision import Gemm
 
 @dataclass(frozen=True)
 class TensorSums:
-    """Sums of x [R, C] and F formats, float64.
+    """Sums of x [R, C] and F formats, float64."""
 
-    Attributes:
-        rows, cols: Σ_c x² [R] and Σ_r x² [C].
-        row_errors: Σ (Q(x) − x)² with tiles along C, [F].
-        col_errors: Σ_r (Q(x) − x)² with tiles along R, [F, C]; of the transformed x where the format transforms it.
-        dots: Σ_c d·x, then Σ_c d·(Q(x) − x) of each format with tiles along C, [1 + F, R]. None without d.
-    """
-
+    # rows, cols: Σ_c x² [R] and Σ_r x² [C]
     rows: Tensor
     cols: Tensor
-    row_errors: Tensor
+    row_errors: Tensor  # Σ (Q(x) − x)² with tiles along C, [F]
+    # Σ_r (Q(x) − x)² with tiles along R, [F, C]; of the transformed x where the format transforms it
     col_errors: Tensor
+    # Σ_c d·x, then Σ_c d·(Q(x) − x) of each format with tiles along C, [1 + F, R]. None without d
     dots: Tensor | None = None
 
 

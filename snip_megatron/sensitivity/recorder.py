@@ -55,17 +55,12 @@ class OutputErrorDots:
     E = δX·Wᵀ + Q(X)·δWᵀ, so G_t·E_t = D_t·δX_t + (G·δW)_t·Q(X)_t. The first term is known for every token. The second
     is known for a sample and consists of two parts. One is a multiple of D_t·Q(X)_t, because rounding shrinks W on
     average; the factor is fitted on the sample. The square of the other part is proportional to ‖G_t‖²‖X_t‖².
-
-    Attributes:
-        values: G_t·E_t of the sampled tokens, [formats, sampled].
-        rows: indices of the sampled tokens, [sampled].
-        norms2: ‖G_t‖²‖X_t‖² of every token, [T].
-        dots: D_t·X_t, then D_t·δX_t of each format, of every token, [1 + formats, T]. None if all tokens are sampled.
     """
 
-    values: Tensor
-    rows: Tensor
-    norms2: Tensor
+    values: Tensor  # G_t·E_t of the sampled tokens, [formats, sampled]
+    rows: Tensor  # indices of the sampled tokens, [sampled]
+    norms2: Tensor  # ‖G_t‖²‖X_t‖² of every token, [T]
+    # D_t·X_t, then D_t·δX_t of each format, of every token, [1 + formats, T]. None if all tokens are sampled
     dots: Tensor | None
 
     def squared(self) -> Tensor:
@@ -84,33 +79,26 @@ class OutputErrorDots:
 # -- linears ---------------------------------------------------------------------------------------------------
 @dataclass
 class LinearRecorder:
-    """Recorder of one linear on one rank, in the current pass ``phase``.
-
-    Attributes:
-        sample_tokens: rows of a microbatch that the noise pass compares.
-        sums: column of the table → this rank's share of the global sum, float64, a scalar or [formats].
-        x_cols, g_cols: Σ_t X_tk² [K local], Σ_t G_tn² [N local].
-        dx_cols, dg_cols: the same of the wgrad errors, [formats, K local], [formats, N local].
-        dots: one entry per microbatch.
-        rows: rows of X so far.
-        expert_sums: ‖X‖², ‖G‖², Σ_t ‖G_t‖²‖X_t‖² and the number of tokens of one expert, [4], summed over ranks. None
-            for other linears.
-        attempt: calls what no other rank waits for.
-    """
+    """Recorder of one linear on one rank, in the current pass ``phase``."""
 
     handle: LinearHandle
     formats: tuple[str, ...]
-    sample_tokens: int
+    sample_tokens: int  # rows of a microbatch that the noise pass compares
     phase: Pass = Pass.STATISTICS
+    # column of the table → this rank's share of the global sum, float64, a scalar or [formats]
     sums: dict[str, Tensor] = field(default_factory=dict)
+    # x_cols, g_cols: Σ_t X_tk² [K local], Σ_t G_tn² [N local]
     x_cols: Tensor = field(init=False)
     g_cols: Tensor = field(init=False)
+    # dx_cols, dg_cols: the same of the wgrad errors, [formats, K local], [formats, N local]
     dx_cols: Tensor = field(init=False)
     dg_cols: Tensor = field(init=False)
-    dots: list[OutputErrorDots] = field(default_factory=list)
+    dots: list[OutputErrorDots] = field(default_factory=list)  # one entry per microbatch
+    # ‖X‖², ‖G‖², Σ_t ‖G_t‖²‖X_t‖² and the number of tokens of one expert, [4], summed over ranks. None for other
+    # linears
     expert_sums: Tensor | None = None
-    rows: int = 0
-    attempt: Attempt = directly
+    rows: int = 0  # rows of X so far
+    attempt: Attempt = directly  # calls what no other rank waits for
     _backwards: int = 0
     _samples: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)
     """Sampled rows of X and of G of each microbatch, and the number of rows that each of them stands for."""
@@ -320,24 +308,20 @@ class Boundary:
     Boundary b is the input of sub-block b (2i: attention of layer i, 2i + 1: its MLP). Boundary 2L is the output of the
     last layer. The stream is h_b, its gradient r_b = ∂L/∂h_b; tensors are [s(/tp), b, hidden], flattened to tokens ×
     hidden.
-
-    Attributes:
-        h, r: sampled h_b and r_b of each forward in the statistics pass. A layer of multi-token prediction may run
-            several times for a microbatch, with backward passes in the opposite order.
-        weight: factor from a sum over sampled tokens to all tokens of a microbatch.
-        sums: column of the table → this rank's share of the global sum, a float64 scalar.
-        attempt: calls what no other rank waits for.
     """
 
     index: int
     shard: TokenShard
     sample_tokens: int
     phase: Pass = Pass.STATISTICS
+    # h, r: sampled h_b and r_b of each forward in the statistics pass. A layer of multi-token prediction may run
+    # several times for a microbatch, with backward passes in the opposite order
     h: list[Tensor] = field(default_factory=list)
     r: dict[int, Tensor] = field(default_factory=dict)
-    weight: float = 1.0
+    weight: float = 1.0  # factor from a sum over sampled tokens to all tokens of a microbatch
+    # column of the table → this rank's share of the global sum, a float64 scalar
     sums: dict[str, Tensor] = field(default_factory=dict)
-    attempt: Attempt = directly
+    attempt: Attempt = directly  # calls what no other rank waits for
     _forwards: int = 0
 
     def start(self, phase: Pass) -> None:

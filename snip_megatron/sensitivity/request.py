@@ -72,26 +72,23 @@ class PhasedRequest(JsonFields):
     """The remaining phases of a run, as plain data, which the sidecar process gets with its SolveRequest.
 
     All tuples have one entry per phase, in the order of time. Past phases are not included.
-
-    Attributes:
-        begins: first training step of each phase. The first phase may have begun earlier and counts from this step on.
-        budgets: the smallest fp4 share or speedup, in the kind of the run's budget, that a phase must reach in addition
-            to the average over the run. None if only the average counts.
-        change: as of a :class:`snip_megatron.precision.phases.SchedulePhase`. The first entry is not used.
-        standing: weight of the standing loss. It is 0 in every phase but the last (``STANDING_WEIGHTS``).
-        carried: weight of the carried loss (:func:`carried_weights`): that of an option which is imprecise throughout
-            the phase, relative to one that is imprecise throughout the run.
-        spent_steps: number of past steps of the run, which count towards the average.
-        spent: mean fp4 share of the past steps. Under a budget of time it is their speedup, the harmonic mean.
     """
 
+    # first training step of each phase. The first phase may have begun earlier and counts from this step on
     begins: tuple[int, ...]
     steps: tuple[int, ...]
+    # the smallest fp4 share or speedup, in the kind of the run's budget, that a phase must reach in addition to the
+    # average over the run. None if only the average counts
     budgets: tuple[float | None, ...]
+    # as of a :class:`snip_megatron.precision.phases.SchedulePhase`. The first entry is not used
     change: tuple[tuple[str, ...] | None, ...]
+    # weight of the standing loss. It is 0 in every phase but the last (``STANDING_WEIGHTS``)
     standing: tuple[float, ...]
+    # weight of the carried loss (:func:`carried_weights`): that of an option which is imprecise throughout the phase,
+    # relative to one that is imprecise throughout the run
     carried: tuple[float, ...]
-    spent_steps: int = 0
+    spent_steps: int = 0  # number of past steps of the run, which count towards the average
+    # mean fp4 share of the past steps. Under a budget of time it is their speedup, the harmonic mean
     spent: float = 0.0
 
     def __post_init__(self) -> None:
@@ -142,19 +139,6 @@ class SolveRequest(JsonFields):
     """The request of one update, as plain data. The sidecar process gets it, and a run's config.json keeps it.
 
     Fields that a :class:`snip_megatron.runtime.config.SnipConfig` has too are those of the run.
-
-    Attributes:
-        budget: what the map must reach (docs/how-it-works.md, definitions). ``fp4`` is a share of the FLOPs of *all*
-            decoder linears, ``speedup`` that of the decoder's linears on the slowest pipeline stage, and ``loss`` the
-            largest Σ of scores that the fastest map may have, in the policy's unit (nats).
-        stage_tolerance: how far a pipeline stage may stay below a budget of ``fp4``. None puts no constraint on stages.
-        times: predicted seconds of every GEMM. ``speedup`` and ``loss`` require them.
-        pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``. The last match wins.
-        deterministic_time: CP-SAT's deterministic limit in seconds.
-        unquantised_stage_flops: pipeline stage → FLOPs per training step in decoder linears that are no candidates
-            (MTP, experts).
-        phases: the remaining phases of the run, over which the budget is the average. If it is None, the run has one
-            map.
     """
 
     policy: str = "snip"
@@ -162,16 +146,23 @@ class SolveRequest(JsonFields):
     q: str = "split"
     formats: tuple[str, ...] = ("fp8", "fp4")
     granularity: str = "gemm"
+    # what the map must reach (docs/how-it-works.md, definitions). ``fp4`` is a share of the FLOPs of *all* decoder
+    # linears, ``speedup`` that of the decoder's linears on the slowest pipeline stage, and ``loss`` the largest Σ of
+    # scores that the fastest map may have, in the policy's unit (nats)
     budget: Budget = _BUDGET
+    # how far a pipeline stage may stay below a budget of ``fp4``. None puts no constraint on stages
     stage_tolerance: float | None = 0.02
-    times: OptionTimes | None = None
+    times: OptionTimes | None = None  # predicted seconds of every GEMM. ``speedup`` and ``loss`` require them
+    # (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``. The last match wins
     pins: tuple[tuple[str, str], ...] = ()
     seed: int = 1234
     version: int = 0
-    deterministic_time: float = 10.0
+    deterministic_time: float = 10.0  # CP-SAT's deterministic limit in seconds
+    # pipeline stage → FLOPs per training step in decoder linears that are no candidates (MTP, experts)
     unquantised_stage_flops: Mapping[int, float] | None = None
     backward_share: float = BACKWARD_SHARE
     standing_share: float = STANDING_SHARE
+    # the remaining phases of the run, over which the budget is the average. If it is None, the run has one map
     phases: PhasedRequest | None = None
 
     def __post_init__(self) -> None:

@@ -79,25 +79,21 @@ class SinkRow:
 class StatisticsTable:
     """The statistics of one update.
 
-    Attributes:
-        step: training step (0-based) before which the probe ran.
-        tokens: T, tokens of the probe over all data parallel ranks.
-        tokens_per_step: tokens of a training step's global batch. The gradient noise of one step is that of the probe
-            times sqrt(tokens / tokens_per_step). ``wdrift2`` is that of one step already.
-        arrays: float64 arrays by the names that the file uses. :func:`array_shapes` gives their shapes and order.
-            ``linear.<column>``, ``by_format.<column>`` and ``boundary.<column>`` hold the columns above. ``drift2`` is
-            ‖u(g + ρ·s∘z) − u(g)‖² of each linear at each ρ of ``RHO_GRID``, where ‖s‖² is s2 scaled to one step.
-            ``sink_drift2`` and ``sink_w2`` are the same of the sinks, and their ‖W‖².
-
     Raises ValueError if a linear stands twice, or if an array is missing or has another shape or dtype.
     """
 
-    step: int
-    tokens: int
+    step: int  # training step (0-based) before which the probe ran
+    tokens: int  # T, tokens of the probe over all data parallel ranks
+    # tokens of a training step's global batch. The gradient noise of one step is that of the probe times sqrt(tokens /
+    # tokens_per_step). ``wdrift2`` is that of one step already
     tokens_per_step: int
     formats: tuple[str, ...]
     linears: tuple[LinearRow, ...]
     sinks: tuple[SinkRow, ...]
+    # float64 arrays by the names that the file uses. :func:`array_shapes` gives their shapes and order.
+    # ``linear.<column>``, ``by_format.<column>`` and ``boundary.<column>`` hold the columns above. ``drift2`` is ‖u(g +
+    # ρ·s∘z) − u(g)‖² of each linear at each ρ of ``RHO_GRID``, where ‖s‖² is s2 scaled to one step. ``sink_drift2`` and
+    # ``sink_w2`` are the same of the sinks, and their ‖W‖²
     arrays: Mapping[str, np.ndarray]
     meta: Mapping[str, float] = field(default_factory=dict)
 

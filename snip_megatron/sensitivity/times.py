@@ -22,25 +22,21 @@ class OptionTimes(JsonFields):
     """Predicted times as plain figures.
 
     They are sent to the sidecar and stored with a run, which can then be solved again without the cost model.
-
-    Attributes:
-        model: name of the cost model: ``flops``, or the device that was measured.
-        seconds: name of a linear, or path in its layer → GEMM → format → seconds per training step on one rank. They
-            include the quantisation for this GEMM alone. A name takes precedence over a path.
-        rest: pipeline stage → seconds per step that do not depend on the map. Empty if they are not known.
-        joint: as ``seconds``, for fprop and dgrad: what a step saves if wgrad is in the same format, because one call
-            quantises the operand of both. Empty if not known.
-        stock: name of a linear or path → seconds that it adds to a step in which all its GEMMs are bf16, because
-            Megatron's own code runs it there. Only :meth:`step_seconds` counts them.
-        bubble: seconds of a step divided by those in which its slowest stage works.
     """
 
-    model: str
+    model: str  # name of the cost model: ``flops``, or the device that was measured
+    # name of a linear, or path in its layer → GEMM → format → seconds per training step on one rank. They include the
+    # quantisation for this GEMM alone. A name takes precedence over a path
     seconds: Seconds
+    # pipeline stage → seconds per step that do not depend on the map. Empty if they are not known
     rest: Mapping[int, float] = field(default_factory=dict)
+    # as ``seconds``, for fprop and dgrad: what a step saves if wgrad is in the same format, because one call quantises
+    # the operand of both. Empty if not known
     joint: Seconds = field(default_factory=dict)
+    # name of a linear or path → seconds that it adds to a step in which all its GEMMs are bf16, because Megatron's own
+    # code runs it there. Only :meth:`step_seconds` counts them
     stock: Mapping[str, float] = field(default_factory=dict)
-    bubble: float = 1.0
+    bubble: float = 1.0  # seconds of a step divided by those in which its slowest stage works
 
     def __post_init__(self) -> None:
         for name, table in (("seconds", self.seconds), ("joint", self.joint)):

@@ -39,18 +39,13 @@ _Faults = Iterator[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Choice(JsonFields):
-    """One format that an item may run in.
-
-    Attributes:
-        format: the format.
-        losses: the loss of quality in any unit, which may be negative. One number, or one for each phase, which is that
-            of all steps of the phase.
-        saving: what of the item's cost the format saves in a step, negative if it is slower than the reference.
-    """
+    """One format that an item may run in."""
 
     format: Format
+    # the loss of quality in any unit, which may be negative. One number, or one for each phase, which is that of all
+    # steps of the phase
     losses: tuple[float, ...]
-    saving: float
+    saving: float  # what of the item's cost the format saves in a step, negative if it is slower than the reference
 
     @property
     def loss(self) -> float:
@@ -59,25 +54,17 @@ class Choice(JsonFields):
 
 @dataclass(frozen=True, slots=True)
 class Item(JsonFields):
-    """What gets one format in each phase: a GEMM (granularity ``gemm``) or a whole linear (``layer``).
+    """What gets one format in each phase: a GEMM (granularity ``gemm``) or a whole linear (``layer``)."""
 
-    Attributes:
-        id: unique non-empty text. A training run uses names such as ``decoder.layers.0.mlp.linear_fc1:fprop``.
-        stage: pipeline stage. All chunks of a virtual pipeline have the same stage.
-        cost: FLOPs or seconds of a step in the reference format, at most 1e18.
-        choices: at least one; each format at most once.
-        pin: the format that the item must take, one of its choices. None if it may take any.
-        keeps: indices of the phases, from 1 on, in which the item keeps the preceding phase's format.
-        joint: id of another item → format → what a step saves in addition if both items take that format. Two GEMMs
-            save so where one call quantises their common operand for both.
-    """
-
-    id: str
-    stage: int
-    cost: float
-    choices: tuple[Choice, ...]
-    pin: Format | None = None
+    id: str  # unique non-empty text. A training run uses names such as ``decoder.layers.0.mlp.linear_fc1:fprop``
+    stage: int  # pipeline stage. All chunks of a virtual pipeline have the same stage
+    cost: float  # FLOPs or seconds of a step in the reference format, at most 1e18
+    choices: tuple[Choice, ...]  # at least one; each format at most once
+    pin: Format | None = None  # the format that the item must take, one of its choices. None if it may take any
+    # indices of the phases, from 1 on, in which the item keeps the preceding phase's format
     keeps: tuple[int, ...] = ()
+    # id of another item → format → what a step saves in addition if both items take that format. Two GEMMs save so
+    # where one call quantises their common operand for both
     joint: Mapping[str, Mapping[Format, float]] = dataclasses.field(default_factory=dict)
 
 
@@ -115,22 +102,17 @@ class Problem:
     ``speedup`` minimises Σ loss so that reference time / mean time reaches the budget. ``loss`` minimises the time so
     that Σ loss is at most the budget.
 
-    Attributes:
-        stage_tolerance: how far the share of a stage may stay below an ``fp4`` budget; in [0, 1]. None: stages have
-            no constraint.
-        fixed_cost: (stage, cost) pairs of the time that no choice changes, such as attention. Other stages have 0.
-        phases: what remains of the run, in the order of time. Empty for one map.
-        spent: the part of the run that is over. None if there is none.
-
     Raises SnipError if a field is invalid. The message names its JSON path.
     """
 
     budget: Budget
     items: tuple[Item, ...]
+    # how far the share of a stage may stay below an ``fp4`` budget; in [0, 1]. None: stages have no constraint
     stage_tolerance: float | None = None
+    # (stage, cost) pairs of the time that no choice changes, such as attention. Other stages have 0
     fixed_cost: tuple[tuple[int, float], ...] = ()
-    phases: tuple[Phase, ...] = ()
-    spent: Spent | None = None
+    phases: tuple[Phase, ...] = ()  # what remains of the run, in the order of time. Empty for one map
+    spent: Spent | None = None  # the part of the run that is over. None if there is none
 
     def __post_init__(self) -> None:
         for path, message in _faults(self):

@@ -20,18 +20,13 @@ _TRIM_WORK = 1e7  # trimmed choices · size of the table: a million items are no
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The result of :func:`relax`.
+    """The result of :func:`relax`."""
 
-    Attributes:
-        bound: a lower bound of the score of every assignment among the open choices.
-        reduced: by how much the score of an assignment with this choice exceeds the bound at least, [D, F]; inf if the
-            choice is not open.
-        phase_saving: w of each phase in the relaxation, [P].
-    """
-
-    bound: float
+    bound: float  # a lower bound of the score of every assignment among the open choices
+    # by how much the score of an assignment with this choice exceeds the bound at least, [D, F]; inf if the choice is
+    # not open
     reduced: Floats
-    phase_saving: Floats
+    phase_saving: Floats  # w of each phase in the relaxation, [P]
 
 
 def relax(table: Table, open_: Bools, scale: float) -> Relaxation | None:

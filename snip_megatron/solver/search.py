@@ -31,19 +31,12 @@ _HALVINGS = 16
 
 @dataclass
 class Limits:
-    """What a solve may use. Equal limits give equal results, unless the deadline ends the search.
+    """What a solve may use. Equal limits give equal results, unless the deadline ends the search."""
 
-    Attributes:
-        deadline: a value of ``time.perf_counter()``; may be inf.
-        deterministic: CP-SAT's deterministic seconds; may be inf.
-        seed: CP-SAT's seed.
-        used: deterministic seconds used so far.
-    """
-
-    deadline: float
-    deterministic: float
-    seed: int
-    used: float = 0.0
+    deadline: float  # a value of ``time.perf_counter()``; may be inf
+    deterministic: float  # CP-SAT's deterministic seconds; may be inf
+    seed: int  # CP-SAT's seed
+    used: float = 0.0  # deterministic seconds used so far
 
     @property
     def seconds(self) -> float:

@@ -21,16 +21,12 @@ _DIGITS = 1e9  # reachable values are rounded so that a budget of the printed va
 
 @dataclass(frozen=True)
 class Infeasibility:
-    """Why a budget cannot be met.
+    """Why a budget cannot be met."""
 
-    Attributes:
-        why: the reason in one line.
-        stage: the stage that limits the budget, or that can save the least. None for a budget of kind ``loss``.
-        reachable: the highest feasible target or speedup, or the smallest feasible loss. None if there is none.
-    """
-
-    why: str
+    why: str  # the reason in one line
+    # the stage that limits the budget, or that can save the least. None for a budget of kind ``loss``
     stage: int | None
+    # the highest feasible target or speedup, or the smallest feasible loss. None if there is none
     reachable: float | None
 
     def __str__(self) -> str:
@@ -39,37 +35,30 @@ class Infeasibility:
 
 @dataclass(frozen=True)
 class Solution:
-    """The result of one solve: of one map, or of a plan whose ``phases`` each hold a map.
+    """The result of one solve: of one map, or of a plan whose ``phases`` each hold a map."""
 
-    Attributes:
-        choices: item id → format, in the order of the problem's items; empty for a plan and if infeasible.
-        status: ``optimal`` (``gap`` is at most 1e-4), ``feasible`` or ``infeasible``.
-        objective, bound: what was minimised, Σ loss, or for ``loss`` the time of the slowest stage, of a plan Σ steps ·
-            time; and a lower bound of it over all feasible choices.
-        gap: certified: (objective − bound) / (objective − Σ of each decision's least loss), or for ``loss`` (objective
-            − bound) / objective.
-        achieved: Σ saving / Σ cost; 0 if all costs are 0. Of a plan the mean over all steps, those spent included, or
-            for budgets of time reference time / time.
-        achieved_per_stage: the same for each stage number; empty for a plan.
-        loss: Σ loss.
-        speedup: reference time / time of the slowest stage. None under ``fp4`` and for a plan.
-        deterministic_seconds: CP-SAT's own measure of its work, which is the same on every machine.
-        phases, steps: of a plan, the solution of every phase, in figures of one step, and its training steps.
-    """
-
+    # item id → format, in the order of the problem's items; empty for a plan and if infeasible
     choices: Mapping[str, Format]
-    status: str
+    status: str  # ``optimal`` (``gap`` is at most 1e-4), ``feasible`` or ``infeasible``
     budget: Budget
+    # objective, bound: what was minimised, Σ loss, or for ``loss`` the time of the slowest stage, of a plan Σ steps ·
+    # time; and a lower bound of it over all feasible choices
     objective: float | None = None
     bound: float | None = None
+    # certified: (objective − bound) / (objective − Σ of each decision's least loss), or for ``loss`` (objective −
+    # bound) / objective
     gap: float | None = None
+    # Σ saving / Σ cost; 0 if all costs are 0. Of a plan the mean over all steps, those spent included, or for budgets
+    # of time reference time / time
     achieved: float | None = None
+    # the same for each stage number; empty for a plan
     achieved_per_stage: Mapping[int, float] = field(default_factory=dict)
-    loss: float | None = None
-    speedup: float | None = None
+    loss: float | None = None  # Σ loss
+    speedup: float | None = None  # reference time / time of the slowest stage. None under ``fp4`` and for a plan
     solve_seconds: float = 0.0
-    deterministic_seconds: float = 0.0
+    deterministic_seconds: float = 0.0  # CP-SAT's own measure of its work, which is the same on every machine
     fault: Infeasibility | None = None
+    # phases, steps: of a plan, the solution of every phase, in figures of one step, and its training steps
     phases: tuple[Solution, ...] = ()
     steps: tuple[int, ...] = ()
 

@@ -43,54 +43,37 @@ SLACK = 1e-9
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a phase.
+    """The rows of a phase."""
 
-    Attributes:
-        counted: whether the row bounds w, [K + 1].
-        divisor, offset: as above, [K + 1].
-        hard: whether the row costs nothing, so that its savings must not be negative, [K + 1].
-        cap: the largest w, whatever is saved; may be inf.
-        reference: the time of the slowest stage when nothing is saved; 1 under ``fp4``.
-    """
-
-    counted: Bools
+    counted: Bools  # whether the row bounds w, [K + 1]
+    # divisor, offset: as above, [K + 1]
     divisor: Floats
     offset: Floats
-    hard: Bools
-    cap: float
-    reference: float
+    hard: Bools  # whether the row costs nothing, so that its savings must not be negative, [K + 1]
+    cap: float  # the largest w, whatever is saved; may be inf
+    reference: float  # the time of the slowest stage when nothing is saved; 1 under ``fp4``
 
 
 @dataclass(frozen=True)
 class Table:
-    """The arrays of D decisions, F choices at most, P phases, K stages.
+    """The arrays of D decisions, F choices at most, P phases, K stages."""
 
-    Attributes:
-        columns: the choices of each decision: item id → format.
-        span: the decision's first phase and the one after its last, [D, 2].
-        stage: [D], index into ``stages``, which ascend.
-        loss, true_loss: [D, F], shifted so that a decision's smallest loss is 0, and as given; inf where a
-            decision has no such choice.
-        saving: [D, F] of one step; 0 where a decision has no such choice.
-        cost: [K + 1], Σ cost of each row.
-        steps, floor: the steps of every phase, and its least w, -inf if it has none, [P] each.
-        need: the least Σ steps · w.
-        limit: the largest Σ true loss. If it is finite, Σ steps · w is what is maximised.
-    """
-
-    columns: tuple[tuple[Formats, ...], ...]
-    span: Ints
-    stage: Ints
+    columns: tuple[tuple[Formats, ...], ...]  # the choices of each decision: item id → format
+    span: Ints  # the decision's first phase and the one after its last, [D, 2]
+    stage: Ints  # [D], index into ``stages``, which ascend
     stages: tuple[int, ...]
+    # loss, true_loss: [D, F], shifted so that a decision's smallest loss is 0, and as given; inf where a decision has
+    # no such choice
     loss: Floats
     true_loss: Floats
-    saving: Floats
-    cost: Floats
+    saving: Floats  # [D, F] of one step; 0 where a decision has no such choice
+    cost: Floats  # [K + 1], Σ cost of each row
+    # steps, floor: the steps of every phase, and its least w, -inf if it has none, [P] each
     steps: Floats
     rows: Rows
     floor: Floats
-    need: float
-    limit: float
+    need: float  # the least Σ steps · w
+    limit: float  # the largest Σ true loss. If it is finite, Σ steps · w is what is maximised
 
     @classmethod
     def build(cls, problem: Problem) -> Table:

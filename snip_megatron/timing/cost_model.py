@@ -25,32 +25,25 @@ from snip_megatron.timing.table import OPERANDS, STOCK, TimingTable, Triple, loa
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """The size of a linear as one rank runs it in one training step.
+    """The size of a linear as one rank runs it in one training step."""
 
-    Attributes:
-        tokens: tokens of one microbatch, after the all-gather of sequence parallelism.
-        n, k: rows and columns of the rank's shard of W, its output and input features.
-        microbatches: how often the rank runs such a GEMM in a step: microbatches of a step, times its experts.
-        gathered: whether X is gathered from token shards (column-parallel linears under sequence parallelism). fprop
-            and wgrad then quantise it separately.
-        forwards: 2 if activations are recomputed in the backward, else 1.
-        fused_accumulation: whether Megatron's linear, which runs where all GEMMs are bf16, adds ∇W to ``main_grad`` in
-            its GEMM instead of in another kernel.
-        matrices: W of so many experts. Each is quantised once a step.
-        grouped: whether a GEMM of all these experts is one grouped GEMM. ``tokens`` is the mean over experts.
-        fused: the operand that is quantised with SwiGLU, in a grouped linear whose wgrad is in bf16: ``input`` if
-            SwiGLU makes X, ``gradient`` if its gradient makes G. None if neither is.
-    """
-
-    tokens: int
+    tokens: int  # tokens of one microbatch, after the all-gather of sequence parallelism
+    # n, k: rows and columns of the rank's shard of W, its output and input features
     n: int
     k: int
-    microbatches: int = 1
+    microbatches: int = 1  # how often the rank runs such a GEMM in a step: microbatches of a step, times its experts
+    # whether X is gathered from token shards (column-parallel linears under sequence parallelism). fprop and wgrad then
+    # quantise it separately
     gathered: bool = False
-    forwards: int = 1
+    forwards: int = 1  # 2 if activations are recomputed in the backward, else 1
+    # whether Megatron's linear, which runs where all GEMMs are bf16, adds ∇W to ``main_grad`` in its GEMM instead of in
+    # another kernel
     fused_accumulation: bool = True
-    matrices: int = 1
+    matrices: int = 1  # W of so many experts. Each is quantised once a step
+    # whether a GEMM of all these experts is one grouped GEMM. ``tokens`` is the mean over experts
     grouped: bool = False
+    # the operand that is quantised with SwiGLU, in a grouped linear whose wgrad is in bf16: ``input`` if SwiGLU makes
+    # X, ``gradient`` if its gradient makes G. None if neither is
     fused: str | None = None
 
     @property

@@ -39,36 +39,29 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class TimingTable:
-    """The measurements of one device.
-
-    Attributes:
-        backend: the GEMM backend (``--snip-gemm``).
-        formats: bf16 and the measured formats. Every row has all of them.
-        gemms: (tokens, n, k) → format → seconds of fprop, dgrad and wgrad, with quantised operands.
-        activations: (tokens, features) → operand → format → three times: seconds of quantising for the operand's first
-            GEMM only, for wgrad only, and for both in one call. The operand is ``input`` or ``gradient``, which is
-            rounded stochastically in 4 bits.
-        weights: (n, k) → format → seconds of quantising for fprop and dgrad in one call.
-        grouped: (experts, tokens of all experts, n, k) → times of a linear of all experts: ``gemms``, ``input``,
-            ``gradient`` and ``weights`` → format → what the mappings of these names have of a linear; ``fused_input``,
-            ``fused_gradient`` → format → seconds that quantising for fprop adds to SwiGLU, for dgrad to its gradient;
-            ``stock``, of a training's own table, → bf16 → seconds of Megatron's own linear, forward and backward.
-        attention: (sequence, heads, head size) → seconds of causal attention of one sequence, forward and backward.
-        copy_rate: bytes read and written a second by a device-to-device copy. None if not measured.
-        memory: bytes of the GPU's memory. None if not known.
-        about: date, commit, command, versions and other facts about the measurement.
-    """
+    """The measurements of one device."""
 
     device: str
-    backend: str
-    formats: tuple[Format, ...]
+    backend: str  # the GEMM backend (``--snip-gemm``)
+    formats: tuple[Format, ...]  # bf16 and the measured formats. Every row has all of them
+    # (tokens, n, k) → format → seconds of fprop, dgrad and wgrad, with quantised operands
     gemms: Mapping[tuple[int, ...], Mapping[Format, Triple]]
+    # (tokens, features) → operand → format → three times: seconds of quantising for the operand's first GEMM only, for
+    # wgrad only, and for both in one call. The operand is ``input`` or ``gradient``, which is rounded stochastically in
+    # 4 bits
     activations: Mapping[tuple[int, ...], Mapping[str, Mapping[Format, Triple]]]
+    # (n, k) → format → seconds of quantising for fprop and dgrad in one call
     weights: Mapping[tuple[int, ...], Mapping[Format, float]]
+    # (experts, tokens of all experts, n, k) → times of a linear of all experts: ``gemms``, ``input``, ``gradient`` and
+    # ``weights`` → format → what the mappings of these names have of a linear; ``fused_input``, ``fused_gradient`` →
+    # format → seconds that quantising for fprop adds to SwiGLU, for dgrad to its gradient; ``stock``, of a training's
+    # own table, → bf16 → seconds of Megatron's own linear, forward and backward
     grouped: Mapping[tuple[int, ...], Mapping[str, Mapping[Format, Any]]] = field(default_factory=dict)
+    # (sequence, heads, head size) → seconds of causal attention of one sequence, forward and backward
     attention: Mapping[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
-    copy_rate: float | None = None
-    memory: float | None = None
+    copy_rate: float | None = None  # bytes read and written a second by a device-to-device copy. None if not measured
+    memory: float | None = None  # bytes of the GPU's memory. None if not known
+    # date, commit, command, versions and other facts about the measurement
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -24,15 +24,10 @@ from snip_megatron.precision import Format, FormatPair, Gemm
 
 # -- operands, and how autograd saves them ---------------------------------------------------------------------------
 class UnquantizedOperand(NamedTuple):
-    """A matrix that the GEMM quantises. In bf16 it is not quantised.
+    """A matrix that the GEMM quantises. In bf16 it is not quantised."""
 
-    Attributes:
-        tensor: [rows, cols] in the training dtype.
-        axis: the dimension that the GEMM reduces over: 1 for the rowwise operand, 0 for the columnwise one.
-    """
-
-    tensor: Tensor
-    axis: int
+    tensor: Tensor  # [rows, cols] in the training dtype
+    axis: int  # the dimension that the GEMM reduces over: 1 for the rowwise operand, 0 for the columnwise one
     spec: OperandSpec
 
     @property

@@ -77,14 +77,10 @@ class DeepGemm:
 
     DeepGEMM takes up to 3.5 times cuBLASLt's time, depending on the size and the card. The first product of each size
     is therefore timed by both on the device at hand. As their bits are equal, no result depends on these times.
-
-    Attributes:
-        gemm: ``deep_gemm.fp8_gemm_nt``; tests on a CPU pass an emulation.
-        seconds: the clock of a call on the device.
     """
 
-    gemm: Gemm
-    seconds: Callable[[Callable[[], object]], float] = seconds_on_gpu
+    gemm: Gemm  # ``deep_gemm.fp8_gemm_nt``; tests on a CPU pass an emulation
+    seconds: Callable[[Callable[[], object]], float] = seconds_on_gpu  # the clock of a call on the device
     _is_slower: dict[tuple[int, int, int], bool] = field(default_factory=dict, init=False)
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, library: CublasLt) -> Tensor | None:

@@ -45,24 +45,18 @@ experts), "x", "w" or "g", and the operand."""
 
 @dataclass(frozen=True)
 class HostRecipe:
-    """One of Megatron's recipes.
+    """One of Megatron's recipes."""
 
-    Attributes:
-        name: "delayed", "tensorwise", "blockwise", "mxfp8" or "nvfp4".
-        hybrid: whether gradients are in E5M2, not E4M3 (``--fp8-format hybrid``).
-        power_of_two: whether scales of tensors or blocks are rounded to powers of two.
-        margin, history, most_recent: delayed scaling's margin in powers of two, length of the history, and whether the
-            scale comes from the latest amax alone.
-        hadamard, stochastic, square: nvfp4's transform of the operands of wgrad, rounding of gradients, and blocks of
-            16×16 of weights.
-    """
-
-    name: str
-    hybrid: bool = False
-    power_of_two: bool = False
+    name: str  # "delayed", "tensorwise", "blockwise", "mxfp8" or "nvfp4"
+    hybrid: bool = False  # whether gradients are in E5M2, not E4M3 (``--fp8-format hybrid``)
+    power_of_two: bool = False  # whether scales of tensors or blocks are rounded to powers of two
+    # margin, history, most_recent: delayed scaling's margin in powers of two, length of the history, and whether the
+    # scale comes from the latest amax alone
     margin: int = 0
     history: int = 1
     most_recent: bool = True
+    # hadamard, stochastic, square: nvfp4's transform of the operands of wgrad, rounding of gradients, and blocks of
+    # 16×16 of weights
     hadamard: bool = True
     stochastic: bool = True
     square: bool = True
@@ -176,20 +170,13 @@ def _magnitudes(x: Tensor) -> Tensor:
 # -- delayed scaling ---------------------------------------------------------------------------------------------------
 @dataclass
 class DelayedScale:
-    """The scale of one tensor in every microbatch of a pass, from the amaxes of the microbatches before.
+    """The scale of one tensor in every microbatch of a pass, from the amaxes of the microbatches before."""
 
-    Attributes:
-        maximum: largest number of the element type, divided by two to the power of the margin.
-        history: FP32 [length], amaxes of earlier microbatches. It is copied.
-        scale: FP32, 0-dim, the scale of the first microbatch.
-        most_recent: whether the scale comes from the latest amax alone.
-        shared: takes the maximum over the ranks that share the history. A collective if there are several.
-    """
-
-    maximum: float
-    history: Tensor
-    scale: Tensor
-    most_recent: bool
+    maximum: float  # largest number of the element type, divided by two to the power of the margin
+    history: Tensor  # FP32 [length], amaxes of earlier microbatches. It is copied
+    scale: Tensor  # FP32, 0-dim, the scale of the first microbatch
+    most_recent: bool  # whether the scale comes from the latest amax alone
+    # takes the maximum over the ranks that share the history. A collective if there are several
     shared: Callable[[Tensor], Tensor] = lambda amax: amax
 
     def __post_init__(self) -> None:

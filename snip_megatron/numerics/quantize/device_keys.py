@@ -21,14 +21,10 @@ KeyWords = tuple[Tensor, Tensor]
 
 
 class LinearIdentity(NamedTuple):
-    """What the keys of a linear depend on, apart from seed, step and microbatch.
+    """What the keys of a linear depend on, apart from seed, step and microbatch."""
 
-    Attributes:
-        number: the number of the linear, which is the same in every layout.
-        factor, offset: microbatch i of this rank is global microbatch i·factor + offset.
-    """
-
-    number: int
+    number: int  # the number of the linear, which is the same in every layout
+    # factor, offset: microbatch i of this rank is global microbatch i·factor + offset
     factor: int
     offset: int
 

@@ -16,17 +16,11 @@ TILE = 128
 
 @dataclass(frozen=True)
 class Element:
-    """A small floating-point type, whose infinities are left out: a sign bit, exponent bits and mantissa bits.
+    """A small floating-point type, whose infinities are left out: a sign bit, exponent bits and mantissa bits."""
 
-    Attributes:
-        mantissa_bits: explicit bits of the mantissa.
-        min_exponent: exponent of the smallest normal number. Subnormal numbers have the same spacing.
-        max_exponent: exponent of the largest number (``emax`` in the OCP text).
-    """
-
-    mantissa_bits: int
-    min_exponent: int
-    max_exponent: int
+    mantissa_bits: int  # explicit bits of the mantissa
+    min_exponent: int  # exponent of the smallest normal number. Subnormal numbers have the same spacing
+    max_exponent: int  # exponent of the largest number (``emax`` in the OCP text)
     maximum: float
 
 
@@ -46,26 +40,17 @@ class Scaling(Enum):
 
 @dataclass(frozen=True)
 class FormatSpec:
-    """One row of the table.
-
-    Attributes:
-        tile: edge of a tile; 0 if the whole tensor has one scale.
-        square_blocks: whether granularity "block" means blocks of tile×tile. Other formats ignore the granularity.
-        stochastic: whether the elements of gradients are rounded stochastically.
-        four_over_six: whether the amax of each tile becomes 6 or 4, whichever gives the smaller squared error (arXiv
-            2512.02010).
-        hadamard: whether the operands of wgrad are transformed first (``reference.rotate``).
-        random_signs: whether that transform has signs drawn anew in every step.
-    """
+    """One row of the table."""
 
     element: Element
     scaling: Scaling
-    tile: int
-    square_blocks: bool
-    stochastic: bool = False
+    tile: int  # edge of a tile; 0 if the whole tensor has one scale
+    square_blocks: bool  # whether granularity "block" means blocks of tile×tile. Other formats ignore the granularity
+    stochastic: bool = False  # whether the elements of gradients are rounded stochastically
+    # whether the amax of each tile becomes 6 or 4, whichever gives the smaller squared error (arXiv 2512.02010)
     four_over_six: bool = False
-    hadamard: bool = False
-    random_signs: bool = False
+    hadamard: bool = False  # whether the operands of wgrad are transformed first (``reference.rotate``)
+    random_signs: bool = False  # whether that transform has signs drawn anew in every step
 
     def tile_shape(self, axis: int, block: bool) -> tuple[int, int]:
         """Return the (rows, columns) of a tile along ``axis``, or of a square ``block`` if the format has blocks."""

@@ -25,38 +25,27 @@ OperandPair = tuple[Any, Any]
 
 
 class GradientKeys(NamedTuple):
-    """Keys of the stochastic rounding of G. A named tuple, because every backward makes one.
+    """Keys of the stochastic rounding of G. A named tuple, because every backward makes one."""
 
-    Attributes:
-        dgrad, wgrad: keys of the two GEMMs that read G. None if the GEMM does not round stochastically.
-        cols: integer [N local], global indices of G's columns. None: 0, 1, …
-        first_row: global index of G's first row. It is 0 unless G is a token shard.
-        paired: whether neighbouring columns are pairs (2i, 2i + 1), for which kernels compute one hash.
-    """
-
+    # dgrad, wgrad: keys of the two GEMMs that read G. None if the GEMM does not round stochastically
     dgrad: Key | None
     wgrad: Key | None
-    cols: Tensor | None = None
-    first_row: int = 0
-    paired: bool = False
+    cols: Tensor | None = None  # integer [N local], global indices of G's columns. None: 0, 1, …
+    first_row: int = 0  # global index of G's first row. It is 0 unless G is a token shard
+    paired: bool = False  # whether neighbouring columns are pairs (2i, 2i + 1), for which kernels compute one hash
 
 
 class OperandSpec(NamedTuple):
-    """How a matrix is quantised for the two GEMMs that read it.
+    """How a matrix is quantised for the two GEMMs that read it."""
 
-    Attributes:
-        rowwise, columnwise: formats of the two GEMMs. A format is None if its GEMM does not run.
-        weight: whether the matrix is a weight, which is quantised in blocks instead of tiles.
-        amax: max|·| of the unsharded matrix, 0-dim FP32. Required of a shard if a format has one scale for the tensor.
-        keys: keys of stochastic rounding. None unless the matrix is G.
-        rotation: how a Hadamard transform changes the columnwise operand. None: without sign changes.
-    """
-
+    # rowwise, columnwise: formats of the two GEMMs. A format is None if its GEMM does not run
     rowwise: Format | None
     columnwise: Format | None
-    weight: bool = False
+    weight: bool = False  # whether the matrix is a weight, which is quantised in blocks instead of tiles
+    # max|·| of the unsharded matrix, 0-dim FP32. Required of a shard if a format has one scale for the tensor
     amax: Tensor | None = None
-    keys: GradientKeys | None = None
+    keys: GradientKeys | None = None  # keys of stochastic rounding. None unless the matrix is G
+    # how a Hadamard transform changes the columnwise operand. None: without sign changes
     rotation: Rotation | None = None
 
     @property
@@ -92,15 +81,10 @@ class OperandSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedPair:
-    """The two operands of a weight, which stay at the same addresses from step to step for CUDA graphs.
+    """The two operands of a weight, which stay at the same addresses from step to step for CUDA graphs."""
 
-    Attributes:
-        operands: the result of an earlier call for the same weight and formats. It is overwritten.
-        current: int32 [1] on the device. If it is not zero, the operands are up to date and are not written.
-    """
-
-    operands: OperandPair
-    current: Tensor
+    operands: OperandPair  # the result of an earlier call for the same weight and formats. It is overwritten
+    current: Tensor  # int32 [1] on the device. If it is not zero, the operands are up to date and are not written
 
     def update(self, pair: OperandPair) -> OperandPair:
         """Copy ``pair`` into ``operands``, unless these are up to date, and return ``operands``."""
@@ -117,15 +101,13 @@ class RowMap(NamedTuple):
     """Where the rows of experts lie in a matrix that pads those of each expert with zeros, and in one without padding.
 
     ``kernels/quantize.py`` has the functions in Triton.
-
-    Attributes:
-        experts: int32 [padded rows], the expert of every padded row, ascending. Every expert has a multiple of 128. The
-            last rows may be of no expert, -1.
-        table: int32 [4, experts], of every expert its first padded row, its first row without padding, its number of
-            rows without padding, and the row after its last padded one.
     """
 
+    # int32 [padded rows], the expert of every padded row, ascending. Every expert has a multiple of 128. The last rows
+    # may be of no expert, -1
     experts: Tensor
+    # int32 [4, experts], of every expert its first padded row, its first row without padding, its number of rows
+    # without padding, and the row after its last padded one
     table: Tensor
 
     @classmethod
@@ -171,21 +153,14 @@ TILED = (Format.FP8, Format.FP4)
 
 
 class Operand(NamedTuple):
-    """One operand of a GEMM: ``rows`` vectors of length ``depth``, quantised along the reduction dimension.
+    """One operand of a GEMM: ``rows`` vectors of length ``depth``, quantised along the reduction dimension."""
 
-    Attributes:
-        values: float8_e4m3fn [rows, depth padded with zeros to a multiple of 128], row-major.
-        scale: FP32. Scaling "tile": [rows, ceil(depth/128)] with strides (1, rows). Scaling "block": [ceil(depth/128)
-            padded to a multiple of 4, ceil(rows/128)] with strides (1, first size); entries of the padding are 1.
-            Scaling "tensor": [1].
-        scaling: "tile" (1×128), "block" (128×128) or "tensor".
-        depth: length of the reduction without padding.
-    """
-
-    values: Tensor
+    values: Tensor  # float8_e4m3fn [rows, depth padded with zeros to a multiple of 128], row-major
+    # FP32. Scaling "tile": [rows, ceil(depth/128)] with strides (1, rows). Scaling "block": [ceil(depth/128) padded to
+    # a multiple of 4, ceil(rows/128)] with strides (1, first size); entries of the padding are 1. Scaling "tensor": [1]
     scale: Tensor
-    scaling: str
-    depth: int
+    scaling: str  # "tile" (1×128), "block" (128×128) or "tensor"
+    depth: int  # length of the reduction without padding
 
     @property
     def rows(self) -> int:
@@ -281,17 +256,13 @@ class ExactOperand(NamedTuple):
     An E2M1 number times an E4M3 scale has at most six significant bits, an E4M3 number times a power of two four, and
     bf16 has eight. The elements of nvfp4, mxfp4 and mxfp8 are therefore multiplied by the scales of their tiles. The
     scale of the tensor in nvfp4 is a factor of the GEMM's result. The scales of fp8 and fp4 are stored separately.
-
-    Attributes:
-        values: bf16 [rows, cols], row-major: elements times the scales of their tiles, or elements alone.
-        scale: FP32 factors by which ``values`` must be multiplied: [1] for the whole matrix, or one for each tile,
-            [ceil(rows/tile[0]), ceil(cols/tile[1])]. None if ``values`` are the quantised numbers themselves.
-        tile: (rows, columns) that share a factor. None if there is one factor or none.
     """
 
-    values: Tensor
+    values: Tensor  # bf16 [rows, cols], row-major: elements times the scales of their tiles, or elements alone
+    # FP32 factors by which ``values`` must be multiplied: [1] for the whole matrix, or one for each tile,
+    # [ceil(rows/tile[0]), ceil(cols/tile[1])]. None if ``values`` are the quantised numbers themselves
     scale: Tensor | None
-    tile: tuple[int, int] | None
+    tile: tuple[int, int] | None  # (rows, columns) that share a factor. None if there is one factor or none
 
     def dequantize(self) -> Tensor:
         """Return the quantised numbers, FP32 [rows, cols]."""

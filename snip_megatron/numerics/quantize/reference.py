@@ -26,19 +26,13 @@ Factors = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantised matrix.
+    """A quantised matrix."""
 
-    Attributes:
-        values: FP32 [rows, cols], numbers of the element type.
-        scale: FP32 [ceil(rows/tile[0]), ceil(cols/tile[1])], the scale of each tile.
-        tile: (rows, columns) that share a scale.
-        factors: the two factors of ``scale`` in formats whose tiles have E4M3 scales: the E4M3 scales of the tiles in
-            the shape of ``scale``, and the scale of the whole tensor, 0-dim. Both are FP32. None in other formats.
-    """
-
-    values: Tensor
-    scale: Tensor
-    tile: tuple[int, int]
+    values: Tensor  # FP32 [rows, cols], numbers of the element type
+    scale: Tensor  # FP32 [ceil(rows/tile[0]), ceil(cols/tile[1])], the scale of each tile
+    tile: tuple[int, int]  # (rows, columns) that share a scale
+    # the two factors of ``scale`` in formats whose tiles have E4M3 scales: the E4M3 scales of the tiles in the shape of
+    # ``scale``, and the scale of the whole tensor, 0-dim. Both are FP32. None in other formats
     factors: Factors | None = None
 
     def dequantize(self) -> Tensor:
@@ -285,15 +279,11 @@ Signs = int | Tensor
 
 @dataclass(frozen=True)
 class Rotation:
-    """How an operand of wgrad is transformed.
+    """How an operand of wgrad is transformed."""
 
-    Attributes:
-        signs: sign changes, which must be the same for both operands of a product.
-        amax: max|·| of the transformed unsharded matrix, 0-dim FP32, if a shard is transformed and the format has a
-            scale for the whole tensor. None: that of the transformed matrix itself.
-    """
-
-    signs: Signs = 0
+    signs: Signs = 0  # sign changes, which must be the same for both operands of a product
+    # max|·| of the transformed unsharded matrix, 0-dim FP32, if a shard is transformed and the format has a scale for
+    # the whole tensor. None: that of the transformed matrix itself
     amax: Tensor | None = None
 
 

@@ -95,14 +95,10 @@ class Source:
 
 @dataclass
 class Listing:
-    """The kernels that were to be launched.
+    """The kernels that were to be launched."""
 
-    Attributes:
-        rows: number of rows of the training's matrices, if shorter matrices stand for them. Otherwise 0.
-        kernels: the kernels that this process has not compiled, as keys. A string is Triton's ``specialization_data``.
-    """
-
-    rows: int = 0
+    rows: int = 0  # number of rows of the training's matrices, if shorter matrices stand for them. Otherwise 0
+    # the kernels that this process has not compiled, as keys. A string is Triton's ``specialization_data``
     kernels: dict[str | Source, None] = field(default_factory=dict)
 
 
