@@ -115,6 +115,7 @@ def test_a_newcomers_path(newcomer, capfd):
         outputs[line] = output
         if line.startswith("snip doctor"):
             assert code in (0, 1), output  # 1: what it found on this machine, in the right form
+            assert "CP-SAT proved a small optimum" in output
         else:
             assert code == 0, f"{line}\n{output[-4000:]}"
     assert [event["step"] for event in read_events("runs/mine") if event["event"] == "adopt"] == [8]
