@@ -29,8 +29,7 @@ FAST = ("pp2-virtual-by-position", "mixture-by-name", "mixture-torch")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.matrix) for name in SWITCHED],
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.matrix) for name in SWITCHED]
 )
 def test_snip_switched_on_and_off_again_is_an_uninterrupted_plain_run(
     warm: WarmRanks, tmp_path: Path, name: str

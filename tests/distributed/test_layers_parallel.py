@@ -4,17 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parallel_linears import (
-    CANDIDATES,
-    CASES,
-    NVFP4,
-    TENSOR,
-    WHOLE_TENSOR_CASES,
-    Case,
-    Tensors,
-    local_tensors,
-    shard,
-)
+from parallel_linears import CANDIDATES, CASES, NVFP4, TENSOR, WHOLE_TENSOR_CASES, Case, Tensors, local_tensors, shard
 from warm_ranks import WarmRanks
 
 from snip_megatron.numerics.products.check import decibel

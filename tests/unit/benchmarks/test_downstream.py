@@ -1,12 +1,6 @@
 """Questions from held-out files: what they hold, that they can be drawn again, and how results are compared."""
 
-from benchmarks.quality.downstream_tasks import (
-    CHOICE_LINES,
-    CHOICES,
-    CONTEXT_LINES,
-    LEAST_CHARACTERS,
-    make_items,
-)
+from benchmarks.quality.downstream_tasks import CHOICE_LINES, CHOICES, CONTEXT_LINES, LEAST_CHARACTERS, make_items
 
 
 def text(name: str, lines: int) -> str:

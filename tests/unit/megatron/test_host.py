@@ -138,10 +138,7 @@ def test_forward_noise_enters_at_the_embedding_and_is_compared_at_every_boundary
     for b, boundary in enumerate(stream.reported):
         pairs = list(zip(plain, noisy, strict=True))
         dots = [(p.r[b] * (n.h[b] - p.h[b])).detach().double().sum(-1) for p, n in pairs]
-        expected = {
-            "fr2": sum(square(n.r[b] - p.r[b]) for p, n in pairs),
-            "cn2": sum(square(d) for d in dots),
-        }
+        expected = {"fr2": sum(square(n.r[b] - p.r[b]) for p, n in pairs), "cn2": sum(square(d) for d in dots)}
         for name, value in expected.items():
             assert float(boundary.sums[name]) == pytest.approx(value, rel=1e-3), (b, name)
 

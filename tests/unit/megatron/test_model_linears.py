@@ -37,10 +37,7 @@ def test_stages_are_those_that_megatron_builds(
     layers: int, stages: int, virtual: int | None, given: dict[str, Any], expected: list[int]
 ) -> None:
     found = on_meta(
-        num_layers=layers,
-        pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=virtual,
-        **given,
+        num_layers=layers, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual, **given
     )
     assert [row.stage for row in found.covered[::4]] == expected
     assert found.names == dense_names(layers)

@@ -100,8 +100,7 @@ def test_files_of_pipeline_stages_count_layers_from_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "first_last", "expected"),
-    [(3, False, ()), (1, False, ("2", "0")), (1, True, ()), (6, False, ("0", "2"))],
+    ("layer", "first_last", "expected"), [(3, False, ()), (1, False, ("2", "0")), (1, True, ()), (6, False, ("0", "2"))]
 )
 def test_layers_stay_whole_where_they_are_few(
     layer: int, first_last: bool, expected: tuple[str, ...], tmp_path: Path

@@ -112,14 +112,7 @@ def test_moving_a_plan_gives_the_phases_that_the_schedule_has_there(
 # -- JSON of plans -------------------------------------------------------------------------------------------------
 def test_a_plan_survives_json_with_every_field() -> None:
     over = PrecisionPlan(
-        (PlanPhase(0, replace(FP4, version=2, achieved=1.0)), PlanPhase(9, FP8)),
-        10,
-        2,
-        "optimal",
-        0.5,
-        0.25,
-        0.9,
-        0.9,
+        (PlanPhase(0, replace(FP4, version=2, achieved=1.0)), PlanPhase(9, FP8)), 10, 2, "optimal", 0.5, 0.25, 0.9, 0.9
     )
     assert PrecisionPlan.from_json(over.to_json()) == over
     body = json.loads(over.to_json())

@@ -23,9 +23,7 @@ def plain(job: SolveJob) -> SidecarResult:
     scores = {"pid": float(os.getpid())}
     solved = solve(problem).to_precision_map(job.request.version)
     return SidecarResult(
-        candidates=(Candidate(solved, job.request.policy, 0.0),),
-        problem_json=problem.to_json(),
-        scores=scores,
+        candidates=(Candidate(solved, job.request.policy, 0.0),), problem_json=problem.to_json(), scores=scores
     )
 
 

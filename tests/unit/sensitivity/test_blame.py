@@ -116,10 +116,7 @@ def test_weight_gradients_of_one_linear_may_grow_with_depth() -> None:
     assert list(outliers(errors | {growing[3]: 0.1}, bits, operands)) == [growing[3]]
 
 
-RECIPES = {
-    "hybrid": HostRecipe("delayed", hybrid=True),
-    "e4m3": HostRecipe("tensorwise"),
-}
+RECIPES = {"hybrid": HostRecipe("delayed", hybrid=True), "e4m3": HostRecipe("tensorwise")}
 
 
 def wgrads(recipe: HostRecipe, seed: int, stale: float = 1.0) -> dict[tuple[str, str], tuple[float, float]]:

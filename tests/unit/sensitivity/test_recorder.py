@@ -14,14 +14,7 @@ from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.numerics.quantize import fake_quantize
 from snip_megatron.precision import LinearId, LinearRow
 from snip_megatron.sensitivity.quantization_error import squared_errors
-from snip_megatron.sensitivity.recorder import (
-    Boundary,
-    LinearRecorder,
-    Pass,
-    TokenShard,
-    directly,
-    local_sample_rows,
-)
+from snip_megatron.sensitivity.recorder import Boundary, LinearRecorder, Pass, TokenShard, directly, local_sample_rows
 from snip_megatron.sensitivity.reduction import (
     PartialTable,
     ProbeGroups,
