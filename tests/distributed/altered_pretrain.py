@@ -1,7 +1,7 @@
 """The training entry, altered: module of warm ranks, which have imported Megatron.
 
 A variable whose name is that of a function below (``SPIKES=16,19`` of :func:`spikes`) has it called before the
-training, ``ALTER=couple,…`` those that need no value, and ``TWICE`` has the entry's ``main`` called again. The last
+training, ``ALTER=mask,…`` those that need no value, and ``TWICE`` has the entry's ``main`` called again. The last
 lines say what is left of process groups and of solver processes. Other programs follow: ``altered_pretrain:plain``.
 """
 
@@ -17,7 +17,6 @@ import re
 import sys
 import types
 import zlib
-from collections import Counter
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from snip_megatron.megatron.startup import prepare
 from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.runtime import sidecar
 
-NAMED = ("frozen", "spikes", "low", "tight", "replicas", "sent", "trace", "crash")
+NAMED = ("frozen", "spikes", "low", "tight", "replicas", "trace", "crash")
 SUMMED = ((1, torch.float32), (130, torch.float32), (384, torch.float32), (2048, torch.float32), (130, torch.bfloat16))
 
 
@@ -50,19 +49,6 @@ def main() -> int:
     print("process groups left:", dist.is_initialized())
     print("solver processes left:", [solver.pid for solver in solvers if solver.poll() is None], "of", len(solvers))
     return code
-
-
-def couple() -> None:
-    """Adam whose weight decay is part of the gradient."""
-    from megatron.core.optimizer import OptimizerConfig
-
-    check = OptimizerConfig.__post_init__
-
-    def coupled(config: Any) -> None:
-        config.decoupled_weight_decay = False
-        check(config)
-
-    OptimizerConfig.__post_init__ = coupled  # type: ignore[method-assign]
 
 
 def frozen() -> None:
@@ -236,47 +222,6 @@ def replicas() -> None:
         return result
 
     SnipRun.around_step = around_step_and_write  # type: ignore[method-assign]
-
-
-def sent() -> None:
-    """Rank 0 writes to <file> how many bytes each training step reduces and scatters, or exchanges by all-to-all."""
-    from snip_megatron.megatron import compat
-
-    counter: Counter[str] = Counter()
-    steps: list[dict[str, int]] = []
-
-    def size(tensors: Any) -> int:
-        return tensors.nbytes if isinstance(tensors, torch.Tensor) else sum(map(size, tensors))
-
-    def counted(method: str, kind: str, place: int) -> Any:
-        original = getattr(dist.ProcessGroup, method)
-
-        def call(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
-            counter[kind] += size(args[place]) * (group.size() if place == 0 else 1)  # place 0 is this rank's part
-            return original(group, *args, **named)
-
-        return call
-
-    for methods, kind, place in (  # the names since torch 2.15, and those before
-        (("reduce_scatter_single", "_reduce_scatter_base"), "reduce_scatter", 0),
-        (("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"), "reduce_scatter", 0),
-        (("all_to_all_single", "alltoall_base"), "all_to_all", 1),
-    ):
-        method = next(each for each in methods if hasattr(dist.ProcessGroup, each))
-        setattr(dist.ProcessGroup, method, counted(method, kind, place))
-
-    def wrap(train_step: Any) -> Any:
-        def step(*args: Any, **named: Any) -> Any:
-            counter.clear()
-            result = train_step(*args, **named)
-            steps.append(dict(counter))
-            return result
-
-        return step
-
-    compat.wrap_train_step(wrap)
-    if os.environ["RANK"] == "0":
-        atexit.register(lambda: Path(os.environ["SENT"]).write_text(json.dumps(steps)))
 
 
 def rates() -> None:

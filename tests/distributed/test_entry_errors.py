@@ -66,19 +66,6 @@ def test_what_is_frozen_stays_as_it_is_and_the_rest_is_measured(warm: WarmRanks,
     assert len(found) == 11
 
 
-def test_an_optimizer_whose_update_is_not_known_is_refused_before_the_first_step(
-    warm: WarmRanks, tmp_path: Path
-) -> None:
-    snip = ("--snip", "--snip-estimator", "noise", "--snip-first-update", "3", "--snip-dir", str(tmp_path / "run"))
-    args = tiny_llama_args(*snip, iters=5)
-    process = warm.run(1, args, tmp=tmp_path, module="altered_pretrain", env={"ALTER": "couple"})
-    assert process.returncode == 2
-    (line,) = error_lines(process)
-    assert line.startswith("pretrain_gpt: the optimizer adds weight decay to gradients (decoupled_weight_d")
-    assert losses(process) == {}
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_schedule_that_megatron_refuses_is_one_line(warm: WarmRanks, tmp_path: Path) -> None:
     """One that is not the checkpoint's, with the arguments that choose between both."""
     refused = "Megatron refuses the learning rate's schedule: "

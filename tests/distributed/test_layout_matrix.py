@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from agreement import agree, worst_differences
-from layouts import FAST, LAYOUTS, MODELS, LayoutRuns, loss_differences, passed
+from layouts import FAST, LAYOUTS, MODELS, LayoutRuns
 from resumes import FAST_OTHER, OTHER_LAYOUT, RESHARDED_POINTS, SAME_LAYOUT, ResumeRuns
 from warm_ranks import WarmRanks
 
@@ -39,10 +39,7 @@ def rows(fast: Iterable[Any], full: Iterable[Any]) -> list[Any]:
 def test_a_layout_measures_maps_and_trains_like_one_rank(layouts: LayoutRuns, name: str) -> None:
     if "--num-distributed-optimizer-instances" in LAYOUTS[name].arguments:
         pytest.importorskip("einops", reason="Megatron's groups need einops")
-    row = layouts.compare(name)
-    assert row["passed"], row
-    assert row["steps"] == 3
-    assert row["adopted"][0][1] > 0  # a map that changes formats
+    layouts.check(name)
 
 
 def test_every_column_is_measured(layouts: LayoutRuns) -> None:
@@ -65,8 +62,7 @@ def test_every_column_is_measured(layouts: LayoutRuns) -> None:
     ),
 )
 def test_resumed_is_uninterrupted_bit_for_bit(resumes: ResumeRuns, name: str, point: int) -> None:
-    row = resumes.resume(name, point)
-    assert row["passed"], row
+    resumes.resume(name, point)
 
 
 @pytest.mark.parametrize(
@@ -76,23 +72,19 @@ def test_resumed_is_uninterrupted_bit_for_bit(resumes: ResumeRuns, name: str, po
 def test_another_layout_takes_over_the_update_on_its_way(
     resumes: ResumeRuns, source: str, target: str, point: int
 ) -> None:
-    row = resumes.move(source, target, point)
-    assert row["state"] == "no map, update on its way" or (source, target, point) not in FAST_OTHER
-    assert row["passed"], row
+    state = resumes.move(source, target, point)
+    assert state == "no map, update on its way" or (source, target, point) not in FAST_OTHER
 
 
 @pytest.mark.parametrize("name", rows(["world-1"], ["pp2-virtual"]))
 def test_a_checkpoint_goes_to_plain_megatron_and_one_of_its_comes_back(resumes: ResumeRuns, name: str) -> None:
-    away = resumes.leave_snip(name, 7)
-    assert away["passed"], away
-    back = resumes.enter_snip(name)
-    assert back["passed"], back
+    resumes.leave_snip(name, 7)
+    resumes.enter_snip(name)
 
 
 # -- the judgement ---------------------------------------------------------------------------------------------
 def test_what_differs_is_found(layouts: LayoutRuns) -> None:
-    base = layouts.trained("world-1")
-    table = base.table
+    table = layouts.trained("world-1").table
     assert agree(worst_differences(table, table))
     changed = replace(table, arrays=table.arrays | {"linear.x2": table.linear["x2"] * (1 + 3e-5)})
     found = worst_differences(table, changed)
@@ -110,12 +102,3 @@ def test_what_differs_is_found(layouts: LayoutRuns) -> None:
         drift2 = table.arrays["drift2"].copy()
         drift2[:, column] *= 1 + 5e-5
         assert agree(worst_differences(table, replace(table, arrays=table.arrays | {"drift2": drift2}))) is good
-    figures = [(step, loss * (1 + 2e-3), norm) for step, loss, norm in base.figures]
-    assert loss_differences(base.figures, figures)[0] == pytest.approx(2e-3)
-    assert loss_differences(base.figures, figures[1:]) == (np.inf, np.inf)
-    row = layouts.compare("tp2-sp")
-    assert passed(row)
-    assert not passed(row | {"statistics_agree": False})
-    assert not passed(row | {"map_equal": False})
-    assert not passed(row | {"worst_loss_difference": 2e-3})
-    assert not passed(layouts.compare("recompute-full") | {"identical": False})

@@ -26,8 +26,7 @@ from snip_megatron.numerics.products.host_recipe import HostRecipe
 from snip_megatron.precision import Gemm
 from snip_megatron.runtime.blame_passes import Job
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.gemm_check import KernelCheck, RoundingEffects
-from snip_megatron.runtime.watched import watched
+from snip_megatron.runtime.gemm_check import KernelCheck
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 ARGUMENTS = argparse.Namespace(
@@ -131,11 +130,10 @@ def test_a_healthy_job_has_no_fault(fused: bool) -> None:
     assert min(check.sqnr.values()) > 40
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_broken_gemm_is_named(name: str, gemm: str, fused: bool) -> None:
-    chunk, registry = model(fused=fused)
+def test_a_broken_gemm_is_named(name: str, gemm: str) -> None:
+    chunk, registry = model(fused=True)
     chunk.get_submodule(f"decoder.layers.0.{name}").broken = gemm
     check = checked(chunk, registry, host_job(HostRecipe("tensorwise", hybrid=True), ARGUMENTS, registry))
     assert check.first is not None
@@ -187,27 +185,3 @@ def test_delayed_scales_come_from_the_checkpoint_in_every_pass() -> None:
     scale = torch.tensor(448.0) / numbers.abs().max().float()  # 448.0 / tensor is no IEEE division
     expected = cast(numbers, unit, scale) @ cast(fc1.weight.detach(), unit, torch.tensor(64.0)).t()
     torch.testing.assert_close(again.reshape(expected.shape).float(), expected, rtol=1e-2, atol=1e-3)
-
-
-def test_effects_of_rounding_are_those_of_the_recipe() -> None:
-    chunk, registry = model(fused=True)
-    arguments = argparse.Namespace(
-        **vars(ARGUMENTS) | {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0}
-    )
-    errors = []
-    for hybrid in (False, True):
-        with_history(registry, 64.0)
-        job = host_job(HostRecipe("delayed", hybrid=hybrid), arguments, registry)
-        assert {job.formats.format_of(n, Gemm.FPROP).value for n in registry.names} == {"fp8_tensor", "bf16"}
-        effects = RoundingEffects(job.formats_of, job.numerics, registry.names, torch.device("cpu"))
-        registry.context.backend, registry.context.override = job.numerics, lambda handle: Override()
-        registry.start_step(0)
-        job.numerics.start_pass()
-        with watched(registry.context, effects):
-            run(chunk)
-        of_gemms = effects.reduced()
-        errors.append([of_gemms["decoder.layers.0.mlp.linear_fc2", gemm.value] for gemm in Gemm])
-    (fprop, dgrad, wgrad), (fprop_hybrid, dgrad_hybrid, wgrad_hybrid) = errors
-    assert fprop == fprop_hybrid
-    assert dgrad_hybrid.error > 2 * dgrad.error
-    assert wgrad_hybrid.error > 1.5 * wgrad.error

@@ -1,10 +1,7 @@
 """The linear of all experts against float64 products of independently quantised operands, expert by expert."""
 
-import itertools
-import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,14 +13,12 @@ from snip_megatron.layers.context import GEMM_INDEX, LinearState, Override, Step
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, pad, unpad
 from snip_megatron.layers.registry import DeviceStep
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts, takes_device_rows
-from snip_megatron.layers.warm_up import warm_up_gemms, warm_up_linear
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
 from snip_megatron.numerics.products.check import decibel
 from snip_megatron.numerics.products.grouped import DeviceRows, Rows, group_rows
 from snip_megatron.numerics.products.host_recipe import HostRecipe, RecipeGemms
 from snip_megatron.numerics.quantize import derive_seed, fake_quantize, swiglu
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
-from snip_megatron.numerics.quantize.kernels.launch import list_launches
 from snip_megatron.precision import Format, Formats, Gemm
 from snip_megatron.precision.errors import SnipError
 from tests.unit.numerics.products import emulated_grouped
@@ -304,44 +299,6 @@ def test_saved_tensors_may_come_back_in_rows() -> None:
         gradients.append([weight.main_grad for weight in experts.parameters()])
     for kept, moved in zip(*gradients, strict=True):
         assert torch.equal(kept, moved)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("tokens", [130, 256])
-def test_all_kernels_between_the_ends_of_its_padding_are_listed_before_training(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU, which runs no kernel, as if it had Triton's."""
-    pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    from snip_megatron.numerics.products import grouped_wgrad
-    from snip_megatron.numerics.quantize.kernels import quantize
-    from snip_megatron.numerics.quantize.kernels import swiglu as activations
-    from snip_megatron.numerics.quantize.kernels.compiler import compile_for
-
-    monkeypatch.setattr(driver, "_active", None)
-    compile_for(GPUTarget("cuda", 90, 32))
-    monkeypatch.setattr("snip_megatron.numerics.products.grouped.has_kernels", lambda x: True)
-    added = {"activations": activations, "groups": emulated_grouped, "add_wgrad": grouped_wgrad.add_wgrad}
-    backend = hopper(quantize, **added)
-    chosen = [(FP8, FP4, BF16), (FP4, FP8, BF16)]
-    fc1, fc2 = (Experts(3, chosen[0], backend, n=n, k=k) for n, k in ((256, 128), (128, 128)))
-    with list_launches() as before:
-        for experts, parallel in ((fc1, "column"), (fc2, "row")):
-            experts.snip_experts = experts.handles  # type: ignore[assignment]
-            handle = replace(experts.handles[0], parallel=parallel)
-            handle.state.beside_swiglu = True
-            warm_up_gemms(warm_up_linear(handle, tokens, whole_x=False), chosen)
-    x, probs = torch.zeros(tokens, 128).bfloat16().requires_grad_(), torch.rand(tokens).requires_grad_()
-    for formats, backwards in itertools.product(chosen, (False, True)):
-        fc1.handles[0].state.formats = fc2.handles[0].state.formats = formats
-        rows = group_rows((tokens - 7, 0, 7), torch.device("cpu"), backwards=backwards)
-        with list_launches() as listing:
-            fused_experts(x, probs, rows, fc1.call(rows), fc2.call(rows)).sum().backward()
-        names = {json.loads(each)["name"].rpartition(".")[2] for each in listing.kernels if isinstance(each, str)}
-        assert {"quantised_rows_kernel", "rows_kernel", "grouped_wgrad_kernel"} <= names
-        assert listing.kernels.keys() <= before.kernels.keys()
 
 
 def test_experts_in_bf16_run_grouped_gemms_under_a_map_that_quantises() -> None:
