@@ -26,8 +26,8 @@ def unnamed(files: list[Path]) -> list[Path]:
     texts = [path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py")]
     texts += ROOT.glob("*.md")
     named = "\n".join(path.read_text(encoding="utf-8") for path in texts if not path.is_relative_to(RESULTS))
-    kept = {path for path in files if path.name in named or path.stem in named}
-    return [path for path in files if path not in kept]
+    linked = {path for path in files if path.name in named or path.stem in named}
+    return [path for path in files if path not in linked]
 
 
 def main() -> int:

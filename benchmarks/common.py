@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 _TIME = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 
 
-def commit(given: str | None = None) -> str:
-    """Return the measured commit: ``given``, else $SNIP_COMMIT, else git's. A copy of the tree may have no .git."""
-    named = given or os.environ.get("SNIP_COMMIT")
+def commit(name: str | None = None) -> str:
+    """Return the measured commit: ``name``, else $SNIP_COMMIT, else git's. A copy of the tree may have no .git."""
+    named = name or os.environ.get("SNIP_COMMIT")
     if named:
         return named
     head = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
@@ -65,7 +65,7 @@ def _program() -> list[str]:
 
 def step_times(printed: str) -> list[float]:
     """Return the milliseconds of every step that a training printed (``--log-interval 1``)."""
-    return [float(found) for found in _TIME.findall(printed)]
+    return [float(seconds) for seconds in _TIME.findall(printed)]
 
 
 def write(path: Path | None, result: Mapping[str, Any]) -> None:

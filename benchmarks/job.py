@@ -110,39 +110,39 @@ class Job:
 
     def turns(self, names: Sequence[str]) -> list[Turn]:
         """Return the trainings of the contenders, in their order."""
-        found = []
+        turns = []
         for name in names:
             tried: Sequence[str | None] = CONTENDERS[name].graphs or (None,)
             if self._model.graphed and CONTENDERS[name].graphs:
                 tried = ("transformer_engine",)
             if self._arguments.graphs and CONTENDERS[name].graphs:
                 tried = self._arguments.graphs.split(",")
-            found += [Turn(name, graphs) for graphs in tried]
-        return found
+            turns += [Turn(name, graphs) for graphs in tried]
+        return turns
 
     # -- arguments of a training -------------------------------------------------------------------------------
-    def _given(self, turn: Turn, folder: Path) -> list[str]:
+    def _arguments_of(self, turn: Turn, folder: Path) -> list[str]:
         contender, steps = CONTENDERS[turn.contender], self._arguments.steps
-        given = [*LLAMA, *self._model.arguments, "--train-iters", str(steps), *contender.arguments]
+        arguments = [*LLAMA, *self._model.arguments, "--train-iters", str(steps), *contender.arguments]
         if self._arguments.data is not None:
-            given.remove("--mock-data")
-            given += ["--data-path", str(self._arguments.data), "--split", "99,1,0"]
-        if "--multi-latent-attention" in given:
-            given.remove("--group-query-attention")
+            arguments.remove("--mock-data")
+            arguments += ["--data-path", str(self._arguments.data), "--split", "99,1,0"]
+        if "--multi-latent-attention" in arguments:
+            arguments.remove("--group-query-attention")
         if turn.graphs is not None:
-            given += ["--cuda-graph-impl", "transformer_engine" if turn.graphs == EXPERTS else turn.graphs]
-            given += ["--te-rng-tracker"] if has_transformer_engine() else []
-            given += ("--cuda-graph-modules", "attn", "moe") if turn.graphs == EXPERTS else self._model.graphed
-        given += self._model.transformer_engine if has_transformer_engine() else ["--transformer-impl", "local"]
-        if ROUTER_PADS in given and "--moe-router-fusion" in given:
-            given.remove("--moe-router-fusion")
+            arguments += ["--cuda-graph-impl", "transformer_engine" if turn.graphs == EXPERTS else turn.graphs]
+            arguments += ["--te-rng-tracker"] if has_transformer_engine() else []
+            arguments += ("--cuda-graph-modules", "attn", "moe") if turn.graphs == EXPERTS else self._model.graphed
+        arguments += self._model.transformer_engine if has_transformer_engine() else ["--transformer-impl", "local"]
+        if ROUTER_PADS in arguments and "--moe-router-fusion" in arguments:
+            arguments.remove("--moe-router-fusion")
         if contender.map is not None:
-            given += ["--snip", "--snip-policy", "bf16", "--snip-pin", f"*={contender.map.value}"]
-            given += ["--snip-dir", str(folder / "run")]
+            arguments += ["--snip", "--snip-policy", "bf16", "--snip-pin", f"*={contender.map.value}"]
+            arguments += ["--snip-dir", str(folder / "run")]
         if contender.updates is not None:
             budget = shlex.split(contender.updates)
-            given += ["--snip", *budget, *shlex.split(self._updates()), "--snip-dir", str(folder / "run")]
-        return [*given, *self._arguments.megatron]
+            arguments += ["--snip", *budget, *shlex.split(self._updates()), "--snip-dir", str(folder / "run")]
+        return [*arguments, *self._arguments.megatron]
 
     def _updates(self) -> str:
         """Return the arguments of two updates.
@@ -176,7 +176,9 @@ class Job:
                 started = []
                 for turn in batch:
                     folder = Path(tempfile.mkdtemp(prefix=f"{turn.name.replace(':', '-')}-", dir=self._folder))
-                    training = Training(self._arguments.gpus, self._given(turn, folder), folder, self._variables())
+                    training = Training(
+                        self._arguments.gpus, self._arguments_of(turn, folder), folder, self._variables()
+                    )
                     started.append((turn, stack.enter_context(training), folder))
                 for _, training, _ in started:
                     training.wait_ready()
@@ -208,12 +210,13 @@ class Table:
 
     def _continue(self, earlier: dict[str, Any]) -> None:
         """Add to the result of an earlier command. Exits if it is of another machine, code or training."""
-        now = self.result
+        current = self.result
         for name in ("device", "commit", "versions", "model", "gpus", "arguments", "fused_accumulation"):
-            if earlier.get(name, False) != now[name]:
-                sys.exit(f"job.py: --out: its table is of {name} {earlier.get(name)}, not {now[name]}: choose another")
-        commands = [*str(earlier["command"]).split(" && "), now["command"]]
-        self.result = now | earlier | {"command": " && ".join(dict.fromkeys(commands))}
+            if earlier.get(name, False) != current[name]:
+                table = f"{name} {earlier.get(name)}"
+                sys.exit(f"job.py: --out: its table is of {table}, not {current[name]}: choose another")
+        commands = [*str(earlier["command"]).split(" && "), current["command"]]
+        self.result = current | earlier | {"command": " && ".join(dict.fromkeys(commands))}
 
     def skip(self, contender: str, reason: str) -> None:
         """Record a contender that cannot run here."""
@@ -244,8 +247,8 @@ class Table:
                 self.result["updates"][turn.name] = accounts(read_events(run), ms)
                 self.result.setdefault("maps", {})[turn.name] = adopted_maps(run)
             updates = self.result["updates"].get(turn.name)
-            own = updates[0]["usual_ms"]["before"] if updates else None
-            predicted = predicted_step(run, own) if run.is_dir() else None
+            bf16_ms = updates[0]["usual_ms"]["before"] if updates else None
+            predicted = predicted_step(run, bf16_ms) if run.is_dir() else None
             if predicted is not None:
                 self.result.setdefault("predicted", {})[turn.name] = predicted
             fused = _FUSED.search(outcome.printed)

@@ -56,8 +56,8 @@ def document(width: float, height: float, parts: Sequence[str]) -> str:
 
 def line(x1: float, y1: float, x2: float, y2: float, colour: str, dashes: str = "none") -> str:
     """Return a straight line."""
-    ends = f'x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"'
-    return f'<line {ends} stroke="{colour}" stroke-dasharray="{dashes}"/>'
+    coordinates = f'x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"'
+    return f'<line {coordinates} stroke="{colour}" stroke-dasharray="{dashes}"/>'
 
 
 def text(

@@ -39,12 +39,12 @@ def run(snip: bool, steps: int, megatron: list[str]) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         directory = ["--snip-dir", folder] if snip else []
         command = [*launcher, "snip_megatron.pretrain_gpt", *MODEL, "--train-iters", str(steps), *megatron]
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, *(SNIP if snip else []), *directory], cwd=ROOT, capture_output=True, text=True, check=False
         )
-    if done.returncode:
-        sys.exit(f"entry.py: training {'with' if snip else 'without'} --snip failed:\n{done.stderr[-3000:]}")
-    return step_times(done.stdout)
+    if process.returncode:
+        sys.exit(f"entry.py: training {'with' if snip else 'without'} --snip failed:\n{process.stderr[-3000:]}")
+    return step_times(process.stdout)
 
 
 def measure(steps: int, warmup: int, megatron: list[str]) -> dict[str, Any]:

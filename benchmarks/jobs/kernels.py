@@ -67,8 +67,8 @@ def recorded[T](call: Callable[[], T]) -> tuple[T, list[Row], list[Gap], dict[st
     events_of_device = [event for event in profile.events() if event.device_type == device]
     times = [(event.time_range.start, event.time_range.end, event.name) for event in events_of_device]
     gaps = gaps_between(times)
-    ends, starts = [end for _, end, _ in times], [start for start, _, _ in times]
-    busy = (max(ends, default=0.0) - min(starts, default=0.0)) / 1e3 - sum(gap for *_, gap in gaps)
+    stops, starts = [end for _, end, _ in times], [start for start, _, _ in times]
+    busy = (max(stops, default=0.0) - min(starts, default=0.0)) / 1e3 - sum(gap for *_, gap in gaps)
     host = host_of([event.name for event in profile.events()], busy / ms, waits=int(gpu))
     return result, [row for row in rows if row[2] > 0], gaps, host | {"ms": round(ms, 2)}
 
@@ -85,14 +85,14 @@ def host_of(names: Iterable[str], busy: float, *, waits: int = 0) -> dict[str, f
 
 def gaps_between(times: Iterable[tuple[float, float, str]]) -> list[Gap]:
     """Return the gaps between kernels of (start, end, name), in microseconds, which may overlap."""
-    found: list[Gap] = []
+    gaps: list[Gap] = []
     end, last = float("inf"), ""
     for start, until, name in sorted(times):
         if start > end:
-            found.append((last, name, (start - end) / 1e3))
+            gaps.append((last, name, (start - end) / 1e3))
         if not last or until > end:
             end, last = until, name
-    return found
+    return gaps
 
 
 def recorder(folder: Path, step: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -102,8 +102,8 @@ def recorder(folder: Path, step: int) -> Callable[[Callable[..., Any]], Callable
         def step_with_record(*args: Any, **kwargs: Any) -> Any:
             if kwargs["iteration"] + 1 != step:
                 return train_step(*args, **kwargs)
-            result, *found = recorded(lambda: train_step(*args, **kwargs))
-            (folder / FILE).write_text(json.dumps(found), encoding="utf-8")
+            result, *record = recorded(lambda: train_step(*args, **kwargs))
+            (folder / FILE).write_text(json.dumps(record), encoding="utf-8")
             return result
 
         return step_with_record

@@ -78,10 +78,10 @@ class Links:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["-m", "benchmarks.jobs.links", "--measure", "--device", self._device]
         environment = {**os.environ, **LINKS[link]}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        printed = re.search(r"GB/s: ([0-9.]+)", done.stdout)
-        if done.returncode or printed is None:
-            raise RuntimeError(f"bandwidth over {link}: exit code {done.returncode}: {done.stderr[-800:]}")
+        process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        printed = re.search(r"GB/s: ([0-9.]+)", process.stdout)
+        if process.returncode or printed is None:
+            raise RuntimeError(f"bandwidth over {link}: exit code {process.returncode}: {process.stderr[-800:]}")
         return float(printed[1])
 
     def row(self, link: str, name: str) -> dict[str, Any]:

@@ -82,8 +82,8 @@ def statistics_apart(expected: StatisticsTable, actual: StatisticsTable) -> dict
         other = actual.arrays[name]
         if name in ("drift2", "sink_drift2"):
             array, other = array[..., RHO_GRID >= 1e-2], other[..., RHO_GRID >= 1e-2]
-        there = array != 0.0
-        parts[name] = np.abs(other - array)[there] / np.abs(array[there])
+        nonzero = array != 0.0
+        parts[name] = np.abs(other - array)[nonzero] / np.abs(array[nonzero])
     everything = np.concatenate([part.ravel() for part in parts.values()])
     worst = max((name for name in parts if parts[name].size), key=lambda name: float(parts[name].max()))
     return {
@@ -98,21 +98,21 @@ def statistics_apart(expected: StatisticsTable, actual: StatisticsTable) -> dict
 
 def maps_apart(expected: Path, actual: Path, at: int) -> dict[str, Any]:
     """Return the share of the GEMMs with the same format, and the fp4 share of each map."""
-    (one,), (other,) = read_maps(expected).values(), read_maps(actual).values()
+    (reference,), (other,) = read_maps(expected).values(), read_maps(actual).values()
     names = [row.name for row in StatisticsTable.load(expected / "stats" / f"step_{at}.npz").linears]
-    same = [one.format_of(name, gemm) is other.format_of(name, gemm) for name in names for gemm in Gemm]
+    same = [reference.format_of(name, gemm) is other.format_of(name, gemm) for name in names for gemm in Gemm]
     return {
         "map_agreement": sum(same) / len(same),
-        "achieved": [one.achieved, other.achieved],
+        "achieved": [reference.achieved, other.achieved],
         "adopted": [[e["step"] for e in read_events(run) if e["event"] == "adopt"] for run in (expected, actual)],
     }
 
 
 def losses_apart(expected: Path, actual: Path) -> dict[str, Any]:
     """Return the worst relative difference of a step's loss, and that after the last step."""
-    one, other = ({m["step"]: m["loss"] for m in read_metrics(run)} for run in (expected, actual))
-    apart = [abs(other[step] - loss) / loss for step, loss in one.items()]
-    return {"loss": max(apart), "last_loss": apart[-1], "losses": [list(one.values()), list(other.values())]}
+    reference, other = ({m["step"]: m["loss"] for m in read_metrics(run)} for run in (expected, actual))
+    apart = [abs(other[step] - loss) / loss for step, loss in reference.items()]
+    return {"loss": max(apart), "last_loss": apart[-1], "losses": [list(reference.values()), list(other.values())]}
 
 
 def update_cost(run: Path, step_ms: float) -> dict[str, Any]:
@@ -171,12 +171,12 @@ class Bench:
         """
         with ThreadPoolExecutor(len(names) + 2) as pool:
             saved = pool.submit(self._saved)
-            one = pool.submit(self._probed, "1", None, saved)
+            reference = pool.submit(self._probed, "1", None, saved)
             probed = {name: pool.submit(self._probed, name, LAYOUTS[name], saved) for name in names}
             for name, run in probed.items():
                 runs, shared = ("to-saved", "equal-1", f"equal-{name}"), self._shared(LAYOUTS[name])
                 where = {"shared_gpus": shared} if shared else {}
-                yield name, where | self._row(lambda run=run: compared(one.result(), run.result(), AT), runs)
+                yield name, where | self._row(lambda run=run: compared(reference.result(), run.result(), AT), runs)
 
     def _saved(self) -> Path:
         """Return the checkpoint of one GPU, which is made once."""
@@ -209,10 +209,10 @@ class Bench:
         for placed in rounds(names, self._gpus, self._alone):
             with ThreadPoolExecutor(len(placed)) as pool:
                 names_of = {pool.submit(self._timed, name, ",".join(gpus)): name for name, gpus in placed.items()}
-                for done in as_completed(names_of):
-                    name = names_of[done]
+                for future in as_completed(names_of):
+                    name = names_of[future]
                     where = {"gpus": ",".join(placed[name]), "beside": [other for other in placed if other != name]}
-                    yield name, done.result() | where
+                    yield name, future.result() | where
 
     def _timed(self, name: str, gpus: str | None) -> dict[str, Any]:
         """Return the median milliseconds of a step without SNIP, under an all-bf16 and a 75 % map, and of an update."""
@@ -243,7 +243,7 @@ class Bench:
 
 
 # -- the command -----------------------------------------------------------------------------------------------
-def wanted(layouts: str | None, ranks: int) -> list[str]:
+def chosen_layouts(layouts: str | None, ranks: int) -> list[str]:
     """Return the names of layouts that fit, or those of ``layouts``. Exits if one is unknown or too large."""
     names = layouts.split(",") if layouts else [name for name, layout in LAYOUTS.items() if layout.gpus <= ranks]
     for name in names:
@@ -281,21 +281,21 @@ def measure(bench: Bench, result: dict[str, Any], names: Sequence[str], parts: S
                 keep(name, row)
 
 
-def _continued(result: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+def _continued(result: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
     """Return an earlier command's result, to which rows are added. Exits if it is of another machine or code."""
     for name in ("device", "commit", "versions", "gpus", "limits"):
-        if result[name] != now[name]:
+        if result[name] != current[name]:
             sys.exit(
-                f"multi_gpu.py: --out: its rows are of {name} {result[name]}, not {now[name]}: choose another file"
+                f"multi_gpu.py: --out: its rows are of {name} {result[name]}, not {current[name]}: choose another file"
             )
-    commands = [*result["command"].split(" && "), now["command"]]
-    layouts = [*result["layouts"], *now["layouts"]]
+    commands = [*result["command"].split(" && "), current["command"]]
+    layouts = [*result["layouts"], *current["layouts"]]
     return result | {"command": " && ".join(dict.fromkeys(commands)), "layouts": list(dict.fromkeys(layouts))}
 
 
 def _short(row: dict[str, Any]) -> str:
-    kept = {k: v for k, v in row.items() if not isinstance(v, (dict, list)) or k == "ms_a_step"}
-    return json.dumps(kept)
+    fields = {k: v for k, v in row.items() if not isinstance(v, (dict, list)) or k == "ms_a_step"}
+    return json.dumps(fields)
 
 
 def main(argv: Sequence[str] | None = None, run: Run = torchrun) -> int:
@@ -317,7 +317,7 @@ def main(argv: Sequence[str] | None = None, run: Run = torchrun) -> int:
     arguments = parser.parse_args(argv)
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    names = wanted(arguments.layouts, arguments.gpus * arguments.share)
+    names = chosen_layouts(arguments.layouts, arguments.gpus * arguments.share)
     gpus = visible_gpus(arguments.gpus) if arguments.device == "cuda" else None
     size = SIZES[arguments.size or ("tiny" if arguments.device == "cpu" else "gpu")]
     result = header(arguments.commit) | {"gpus": arguments.gpus, "limits": LIMITS, "layouts": names}

@@ -112,17 +112,17 @@ class Runs:
         """Train and return the standard output. Raises RuntimeError with the end of a failed run's error output."""
         extra = layout.arguments.split() if layout is not None else []
         started = time.monotonic()
-        done = self._run(
+        process = self._run(
             layout.gpus if layout is not None else 1,
             [*self._megatron, "--train-iters", str(steps), *arguments, *extra],
             self.folder / name,
             gpus,
         )
         self.seconds[name] = round(time.monotonic() - started, 2)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            raise RuntimeError(f"{name}: exit code {done.returncode}: " + " / ".join(lines[-12:])[-2000:])
-        return done.stdout
+        if process.returncode:
+            lines = [line for line in process.stderr.splitlines() if line.strip()]
+            raise RuntimeError(f"{name}: exit code {process.returncode}: " + " / ".join(lines[-12:])[-2000:])
+        return process.stdout
 
 
 def visible_gpus(count: int) -> list[str]:
@@ -130,24 +130,24 @@ def visible_gpus(count: int) -> list[str]:
 
     If CUDA_VISIBLE_DEVICES is set, its first entries are returned.
     """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    named = ",".join(map(str, range(count))) if given is None else given
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = ",".join(map(str, range(count))) if visible is None else visible
     entries = [entry.strip() for entry in named.split(",") if entry.strip()]
     if len(entries) < count:
-        sys.exit(f"multi_gpu.py: --gpus {count}, but CUDA_VISIBLE_DEVICES={given} names {len(entries)}")
+        sys.exit(f"multi_gpu.py: --gpus {count}, but CUDA_VISIBLE_DEVICES={visible} names {len(entries)}")
     return entries[:count]
 
 
 def rounds(names: Sequence[str], gpus: Sequence[str], alone: bool) -> list[dict[str, list[str]]]:
     """Return the layouts that run side by side, with their GPUs. Each is in the first round with enough free GPUs."""
-    found: list[dict[str, list[str]]] = []
+    rounds: list[dict[str, list[str]]] = []
     for name in names:
         count = LAYOUTS[name].gpus
-        for placed in found:
+        for placed in rounds:
             used = sum(len(taken) for taken in placed.values())
             if not alone and used + count <= len(gpus):
                 placed[name] = list(gpus[used : used + count])
                 break
         else:
-            found.append({name: list(gpus[:count])})
-    return found
+            rounds.append({name: list(gpus[:count])})
+    return rounds

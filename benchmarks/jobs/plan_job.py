@@ -51,10 +51,10 @@ def layout_of(job: dict[str, Any]) -> Layout:
 
 def _values(arguments: Sequence[str]) -> dict[str, str]:
     """Return argument → value, "" for a flag."""
-    given = [*arguments, "--"]
+    words = [*arguments, "--"]
     return {
         name: "" if value.startswith("--") else value
-        for name, value in itertools.pairwise(given)
+        for name, value in itertools.pairwise(words)
         if name.startswith("--")
     }
 

@@ -172,9 +172,9 @@ def compare_weights(
         where: sorted(name for name in original.keys() | copy.keys() if original.get(name) != copy.get(name))
         for where, copy in copies.items()
     }
-    keys = {where: sorted(original.keys() ^ found.keys()) for where, found in {**copies, **trained}.items()}
+    keys = {where: sorted(original.keys() ^ weights.keys()) for where, weights in {**copies, **trained}.items()}
     unmoved = {
-        where: [name for name in tensors if original[name] == found.get(name)] for where, found in trained.items()
+        where: [name for name in tensors if original[name] == weights.get(name)] for where, weights in trained.items()
     }
     return {
         "equal": bool(tensors) and not any(map(any, (differences.values(), keys.values(), unmoved.values()))),
@@ -189,19 +189,19 @@ def compare_weights(
 
 def compare_losses(losses: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
     """Compare losses. ``equal``: at every step within :data:`LOSS_TOLERANCE` of the control's, relative."""
-    found = {**losses["snip"], **losses["stock_after_snip"]}
+    actual = {**losses["snip"], **losses["stock_after_snip"]}
     expected = {**losses["control"], **losses["control_after_control"]}
     differences = {
-        step: abs(found[step] - expected[step]) / abs(expected[step]) if step in found else float("inf")
+        step: abs(actual[step] - expected[step]) / abs(expected[step]) if step in actual else float("inf")
         for step in expected
     }
     largest = max(differences.values())
     return {
-        "equal": found.keys() == expected.keys() and largest <= LOSS_TOLERANCE,
+        "equal": actual.keys() == expected.keys() and largest <= LOSS_TOLERANCE,
         "tolerance": LOSS_TOLERANCE,
         "largest_relative_difference": largest,
         "stock_to_step_4": losses["stock"],
-        "through_snip": found,
+        "through_snip": actual,
         "control": expected,
     }
 

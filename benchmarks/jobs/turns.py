@@ -154,6 +154,6 @@ def _free_port() -> int:
     """Return a free port below those that the system takes for connections, so that it is still free at the turn."""
     while True:
         port = random.randrange(20000, 32000)
-        with socket.socket() as found, contextlib.suppress(OSError):
-            found.bind(("", port))
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("", port))
             return port

@@ -30,7 +30,7 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
     submits = [int(event["step"]) for event in events if event["event"] == "submit"]
     adopts = [int(event["step"]) for event in events if event["event"] == "adopt"]
     pairs = [(step, next((a for a in adopts if a > step), None)) for step in submits]
-    found: list[dict[str, Any]] = []
+    accounts: list[dict[str, Any]] = []
     begin = 1  # step 0 compiles and allocates
     for number, (update, adopted) in enumerate(pairs):
         if adopted is None:
@@ -52,7 +52,7 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
                 if kind == "probe":
                     passes[str(event["kind"])] = float(event["wait_s"])
         longer = {step: (ms[step] - usual[step >= adopted]) / 1e3 for step in window}
-        found.append(
+        accounts.append(
             {
                 "update_step": update,
                 "adopt_step": adopted,
@@ -66,18 +66,18 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
                 "usual_ms": {"before": usual[False], "after": usual[True]},
             }
         )
-    return found
+    return accounts
 
 
 def adopted_maps(run: Path) -> list[dict[str, Any]]:
     """Return the maps of a run directory by step: predicted loss and speedups, and how often each format was chosen."""
-    found = []
+    maps = []
     for path in sorted((run / "maps").glob("step_*.json"), key=lambda path: int(path.stem[len("step_") :])):
         body = json.loads(path.read_text(encoding="utf-8"))
         formats = Counter(f"{_LAYER.sub('', option)} {chosen}" for option, chosen in body["choices"].items())
         predicted = {key: body.get(key) for key in ("loss", "speedup", "step_speedup")}
-        found.append({"step": int(path.stem[len("step_") :]), **predicted, "formats": dict(formats)})
-    return found
+        maps.append({"step": int(path.stem[len("step_") :]), **predicted, "formats": dict(formats)})
+    return maps
 
 
 def predicted_step(run: Path, bf16_ms: float | None) -> float | None:

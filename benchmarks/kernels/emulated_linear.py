@@ -35,10 +35,10 @@ def microbatch(backend: GemmBackend, fmt: Format, *, cached: bool) -> Callable[[
     seeds = (None, None) if fmt is Format.BF16 else (2**63 + 5, 6)
     of_weight, of_input = OperandSpec(fmt, fmt, weight=True), OperandSpec(fmt, fmt)
     of_gradient = OperandSpec(fmt, fmt, keys=GradientKeys(*seeds, columns, paired=True))
-    kept = backend.quantize(w, of_weight)
+    cached_weight = backend.quantize(w, of_weight)
 
     def run() -> None:
-        weight = kept if cached else backend.quantize(w, of_weight)
+        weight = cached_weight if cached else backend.quantize(w, of_weight)
         rowwise, columnwise = backend.quantize(x, of_input)
         backend.multiply(Gemm.FPROP, rowwise, weight[0], torch.bfloat16)
         gradient = backend.quantize(g, of_gradient)

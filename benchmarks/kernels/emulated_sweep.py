@@ -70,14 +70,14 @@ def sample(rows: int, cols: int) -> Tensor:
     return (x * torch.rand(rows, 1, device="cuda", generator=generator).exp()).bfloat16()
 
 
-def differing(found: OperandPair, expected: OperandPair) -> int:
+def differing(actual: OperandPair, expected: OperandPair) -> int:
     """Return in how many numbers and scales two pairs of operands differ."""
     count = 0
-    for one, other in zip(found, expected, strict=True):
-        if one is not None and other is not None:
-            count += int((one.values.view(torch.int16) != other.values.view(torch.int16)).sum())
-            if one.scale is not None and other.scale is not None:
-                count += int((one.scale != other.scale).sum())
+    for operand, other in zip(actual, expected, strict=True):
+        if operand is not None and other is not None:
+            count += int((operand.values.view(torch.int16) != other.values.view(torch.int16)).sum())
+            if operand.scale is not None and other.scale is not None:
+                count += int((operand.scale != other.scale).sum())
     return count
 
 

@@ -70,8 +70,8 @@ def matrices(gemm: Gemm, m: int, n: int, k: int, seed: int, device: str) -> tupl
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def drawn(rows: int, cols: int, scale: float = 1.0) -> Tensor:
-        made = torch.randn(rows, cols, device=device, dtype=torch.bfloat16, generator=generator)
-        return made.mul_(scale)
+        matrix = torch.randn(rows, cols, device=device, dtype=torch.bfloat16, generator=generator)
+        return matrix.mul_(scale)
 
     if gemm is Gemm.FPROP:
         return drawn(m, k), drawn(n, k, k**-0.5)
@@ -93,16 +93,16 @@ def our_call(case: tuple[Any, ...], a: Any, b: Any, out: Tensor | None, library:
     def call() -> Tensor:
         if fmt is Format.BF16:
             assert out is not None
-            found = library.multiply(a, b, out.dtype, transposed=(True, False), out=out, add=True)
+            result = library.multiply(a, b, out.dtype, transposed=(True, False), out=out, add=True)
         elif out is not None:
-            found = library.multiply(a, b, out.dtype, out=out, add=True)
+            result = library.multiply(a, b, out.dtype, out=out, add=True)
         else:
             fast = fmt is Format.FP8_TENSOR
             choice = choices.get((a.rows, b.rows, a.values.shape[1]), 0) if fast else 0
-            found = library.multiply(a, b, torch.bfloat16, fast=fast, choice=choice)
-        if found is None:
+            result = library.multiply(a, b, torch.bfloat16, fast=fast, choice=choice)
+        if result is None:
             raise RuntimeError("no kernel")
-        return found
+        return result
 
     return call
 
@@ -140,24 +140,24 @@ def sampled(gemm: Gemm, left: Tensor, right: Tensor) -> Tensor:
     return left.double() @ right.double()
 
 
-def relative(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
+def relative(result: Tensor, exact: Tensor) -> float:
+    return float((result.double() - exact).norm() / exact.norm())
 
 
 def errors(
-    case: tuple[Any, ...], left: Tensor, right: Tensor, own: tuple[Any, Any], results: Mapping[str, Tensor]
+    case: tuple[Any, ...], left: Tensor, right: Tensor, operands: tuple[Any, Any], results: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Return the errors of results on the sample, and the share of numbers that equal ours."""
     gemm, fmt, _ = case
     exact = sampled(gemm, left, right)
     quantised = exact
     if fmt is not Format.BF16:
-        a, b = (operand.dequantize() for operand in own)
+        a, b = (operand.dequantize() for operand in operands)
         quantised = a[:SAMPLE].double() @ b[:SAMPLE].double().t()
     ours = results.get(OURS)
     return {
-        "error": {name: relative(found, exact) for name, found in results.items()},
-        "own_error": {name: relative(found, quantised) for name, found in results.items()},
+        "error": {name: relative(result, exact) for name, result in results.items()},
+        "own_error": {name: relative(result, quantised) for name, result in results.items()},
         "same_bits": {} if ours is None else {n: float((each == ours).float().mean()) for n, each in results.items()},
     }
 
@@ -188,9 +188,9 @@ def row_of(
     results: dict[str, Tensor] = {}
     for seed in range(count):
         left, right = matrices(gemm, m, n, k, seed, device)
-        own = operands(gemm, fmt, left, right, quantize) if fmt is not Format.BF16 else (left, right)
+        quantised = operands(gemm, fmt, left, right, quantize) if fmt is not Format.BF16 else (left, right)
         out = None if dtype is None else torch.zeros(n, k, dtype=dtype, device=device)
-        calls = {OURS: our_call(case, *own, out, library, choices), **torch_calls(case, *own, out)}
+        calls = {OURS: our_call(case, *quantised, out, library, choices), **torch_calls(case, *quantised, out)}
         if gemms is not None:
             try:
                 calls["te"] = te_call(case, *operands(gemm, fmt, left, right, gemms.quantize), out, gemms)
@@ -207,7 +207,7 @@ def row_of(
             if name in results:
                 contenders.setdefault(name, []).append(call)
         if seed == 0:
-            row |= errors(case, left, right, own, results)
+            row |= errors(case, left, right, quantised, results)
         del left, right
     ready = {name: rotating(calls) for name, calls in contenders.items()}
     row["ms"] = clock(ready, rounds, warmup=max(2, count), head_start=True)
@@ -220,23 +220,23 @@ def row_of(
 
 def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
     """Return product → library → geometric mean of the ratios of the rows in which it ran."""
-    found: dict[str, dict[str, float | None]] = {}
+    ratios_of: dict[str, dict[str, float | None]] = {}
     for kind in dict.fromkeys(row["gemm"] for row in rows):
         of_kind = [row["ratio"] for row in rows if row["gemm"] == kind]
         names = dict.fromkeys(name for ratios in of_kind for name in ratios)
-        found[kind] = {name: geomean([ratios[name] for ratios in of_kind if name in ratios]) for name in names}
-    return found
+        ratios_of[kind] = {name: geomean([ratios[name] for ratios in of_kind if name in ratios]) for name in names}
+    return ratios_of
 
 
 def show(row: Mapping[str, Any]) -> str:
     """Return a line with the milliseconds of ours, and the ratios of the others."""
     shape = f"{row['m']:6d} x {row['n']:6d} x {row['k']:6d}"
-    others = "  ".join(
+    ratios = "  ".join(
         f"{name} {ratio:.3f} (error {row['error'][name]:.2e})" for name, ratio in row["ratio"].items() if name != OURS
     )
     failed = "".join(f"  {name} FAILED: {why}" for name, why in row["failed"].items())
-    own = f"{row['ms'][OURS]:8.3f} ms (error {row['error'][OURS]:.2e})" if OURS in row["ms"] else "no kernel"
-    return f"{row['gemm']:24s} {shape}  {own}  {others}{failed}"
+    ours = f"{row['ms'][OURS]:8.3f} ms (error {row['error'][OURS]:.2e})" if OURS in row["ms"] else "no kernel"
+    return f"{row['gemm']:24s} {shape}  {ours}  {ratios}{failed}"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

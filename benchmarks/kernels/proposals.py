@@ -41,7 +41,7 @@ def operand(rows: int, depth: int) -> Operand:
 
 def runnable(library: CublasLt, a: Operand, b: Operand) -> dict[int, Callable[[], object]]:
     """Return number → call of the proposals that run, are bitwise repeatable and agree with the first one."""
-    found: dict[int, Callable[[], bool]] = {}
+    calls: dict[int, Callable[[], bool]] = {}
     reference: torch.Tensor | None = None
     for choice in range(PROPOSALS):
         multiply = functools.partial(library.multiply, a, b, torch.bfloat16, fast=True, choice=choice)
@@ -54,8 +54,8 @@ def runnable(library: CublasLt, a: Operand, b: Operand) -> dict[int, Callable[[]
         reference = first if reference is None else reference
         difference = (first.float() - reference.float()).norm() / reference.float().norm()
         if torch.equal(first, second) and difference <= DIFFERENCE:
-            found[choice] = multiply
-    return found
+            calls[choice] = multiply
+    return calls
 
 
 def measure(library: CublasLt, a_rows: int, b_rows: int, depth: int) -> dict[str, Any]:

@@ -65,9 +65,9 @@ def cases(module: Any) -> dict[str, Call]:
 
 def kind(name: str) -> str:
     """Return the entry of ``triton_quantize.LAUNCH`` that a case uses."""
-    for word, found in (("stochastic", "stochastic"), ("blocks", "blocks"), ("tensor", "tensor")):
+    for word, group in (("stochastic", "stochastic"), ("blocks", "blocks"), ("tensor", "tensor")):
         if word in name:
-            return found
+            return group
     return "fp8 rows" if name.startswith("tiles fp8 row") and "col" in name else "tiles"
 
 
@@ -105,14 +105,14 @@ def parts(pair: OperandPair) -> Iterable[tuple[str, Operand]]:
     return ((name, side) for name, side in zip(("row", "col"), pair, strict=True) if side is not None)
 
 
-def difference(found: OperandPair, expected: OperandPair) -> str | None:
+def difference(actual: OperandPair, expected: OperandPair) -> str | None:
     """Return what differs, or None. Scales must be equal, and bytes of values but for 1e-4 of them, which draws decide
     otherwise where a quotient is rounded otherwise.
     """
-    for (name, side), (_, wanted) in zip(parts(found), parts(expected), strict=True):
-        if not torch.equal(side.scale, wanted.scale):
-            return f"{name} scales: {int((side.scale != wanted.scale).sum())} of {side.scale.numel()}"
-        wrong = side.values.view(torch.uint8) != wanted.values.view(torch.uint8)
+    for (name, side), (_, reference) in zip(parts(actual), parts(expected), strict=True):
+        if not torch.equal(side.scale, reference.scale):
+            return f"{name} scales: {int((side.scale != reference.scale).sum())} of {side.scale.numel()}"
+        wrong = side.values.view(torch.uint8) != reference.values.view(torch.uint8)
         if int(wrong.sum()) > wrong.numel() * 1e-4:
             return f"{name} values: {int(wrong.sum())} of {wrong.numel()}"
     return None
@@ -214,12 +214,12 @@ def sweep() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for group, candidates in SWEEP.items():
         names = [name for name in cases(triton_quantize) if kind(name) == group and "given" not in name]
-        kept = triton_quantize.LAUNCH[group]
+        default = triton_quantize.LAUNCH[group]
         for warps, registers in candidates:
             triton_quantize.LAUNCH[group] = {"num_warps": warps, "maxnreg": registers}
             print(f"-- {group}: {warps} warps, at most {registers} registers")
             rows += measure([(8192, 8192)], names)
-        triton_quantize.LAUNCH[group] = kept
+        triton_quantize.LAUNCH[group] = default
     return rows
 
 

@@ -67,9 +67,9 @@ def calls(backend: GemmBackend, shape: tuple[int, int], fmt: Format) -> dict[str
     }
 
 
-def same(one: OperandPair, other: OperandPair) -> float:
+def same(actual: OperandPair, other: OperandPair) -> float:
     """Return the smallest ratio of operands to their difference in decibels, at most 300."""
-    pairs = [(a.dequantize().double(), b.dequantize().double()) for a, b in zip(one, other, strict=True)]
+    pairs = [(a.dequantize().double(), b.dequantize().double()) for a, b in zip(actual, other, strict=True)]
     return min(float(20 * torch.log10(a.norm() / (b - a).norm().clamp(min=1e-300))) for a, b in pairs)
 
 
@@ -95,12 +95,12 @@ def measure(backend: GemmBackend, *, sweep: bool) -> list[dict[str, Any]]:
 
 def swept(name: str, call: Call) -> dict[str, float]:
     """Return launch options → GPU milliseconds of the fused function, which is not replayed: a replay keeps its own."""
-    usual, found = LAUNCH[name], {}
+    usual, times = LAUNCH[name], {}
     for options in SWEEP:
         LAUNCH[name] = options
-        found[f"{options['num_warps']} warps, {options['maxnreg']} registers"] = cold_milliseconds(call)
+        times[f"{options['num_warps']} warps, {options['maxnreg']} registers"] = cold_milliseconds(call)
     LAUNCH[name] = usual
-    return found
+    return times
 
 
 def main() -> int:

@@ -34,9 +34,9 @@ class Problem:
     @classmethod
     def draw(cls, m: int, n: int, k: int) -> Problem:
         generator = torch.Generator(device="cuda").manual_seed(m + n + k)
-        made = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
-        x, g = torch.randn(m, k, **made), torch.randn(m, n, **made).mul_(1e-3)
-        weight = torch.nn.Parameter(torch.randn(n, k, **made).mul_(k**-0.5))
+        options = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+        x, g = torch.randn(m, k, **options), torch.randn(m, n, **options).mul_(1e-3)
+        weight = torch.nn.Parameter(torch.randn(n, k, **options).mul_(k**-0.5))
         weight.main_grad = torch.zeros(n, k, device="cuda")  # type: ignore[attr-defined]
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         return cls(x.requires_grad_(), weight, g)
@@ -169,7 +169,7 @@ def _fused(g: Tensor, x: Tensor, out: Tensor) -> None:
 
 def bf16_contenders(problem: Problem) -> dict[str, Contender]:
     """Return every way to compute the result in bf16. Speedups are relative to the fastest one."""
-    found: dict[str, Contender] = {
+    contenders: dict[str, Contender] = {
         "bf16 matmul + add": Bf16(problem, lambda g, x, out: out.add_(g.t() @ x)),
         "bf16 matmul to FP32 + add": Bf16(
             problem, lambda g, x, out: out.add_(torch.mm(g.t(), x, out_dtype=torch.float32))
@@ -177,8 +177,8 @@ def bf16_contenders(problem: Problem) -> dict[str, Contender]:
         "bf16 cuBLASLt fused accumulation": Bf16(problem, _fused),
     }
     if has_transformer_engine():
-        found["bf16 Transformer Engine fused accumulation"] = TransformerEngine(problem, None)
-    return found
+        contenders["bf16 Transformer Engine fused accumulation"] = TransformerEngine(problem, None)
+    return contenders
 
 
 def transformer_engine_contenders(problem: Problem) -> dict[str, Contender]:

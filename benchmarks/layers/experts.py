@@ -92,11 +92,11 @@ def of_swiglu(problem: Problem, chosen: Map, rounds: int, device: str) -> float:
     (n, _), (fc1, fc2) = problem.weight("fc1"), (linear.handles[0] for linear in (problem.fc1, problem.fc2))
     y, d = (torch.randn(sum(problem.splits), width, device=device).bfloat16() for width in (n, n // 2))
     problem.context.map_is_quantized, (fc1.state.formats, fc2.state.formats) = True, chosen
-    products, given = grouped_products(fc2), (y, problem.probs, problem.splits, OperandSpec(Format.BF16, Format.BF16))
+    products, inputs = grouped_products(fc2), (y, problem.probs, problem.splits, OperandSpec(Format.BF16, Format.BF16))
 
     def fused() -> None:
-        products.swiglu(*given)
-        products.swiglu_gradient(d, *given)
+        products.swiglu(*inputs)
+        products.swiglu_gradient(d, *inputs)
 
     def apart() -> None:
         torch.autograd.grad(swiglu(y, problem.probs), y, d)
@@ -118,7 +118,7 @@ def _choice(seconds: Mapping[str, float], fmt: Format) -> Choice:
 
 def products(problem: Problem, rounds: int, device: str) -> dict[str, dict[str, dict[str, float]]]:
     """Return linear → product → library → milliseconds in bf16."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    times: dict[str, dict[str, dict[str, float]]] = {}
     for name in LINEARS:
         linear: Experts = getattr(problem, name)
         n, k = problem.weight(name)
@@ -129,11 +129,11 @@ def products(problem: Problem, rounds: int, device: str) -> dict[str, dict[str, 
             "dgrad": {each: partial(library.dgrad, g, linear.memory) for each, library in of.items()},
             "wgrad": {each: partial(library.wgrad, g, x, linear.gradients) for each, library in of.items()},
         }
-        found[name] = {
+        times[name] = {
             gemm: {each: round(ms, 4) for each, ms in milliseconds(by_library, rounds, device).items()}
             for gemm, by_library in calls.items()
         }
-    return found
+    return times
 
 
 def exact(problem: Problem) -> dict[str, Tensor]:
@@ -144,17 +144,17 @@ def exact(problem: Problem) -> dict[str, Tensor]:
         leaves = [t.float().requires_grad_() for t in (x, fc1, fc2)]
         gate, up = (leaves[0] @ leaves[1].t()).chunk(2, -1)
         y = (functional.silu(gate) * up * probs) @ leaves[2].t()
-        for name, found in zip(parts, (y.detach(), *torch.autograd.grad(y, leaves, g)), strict=True):
-            parts[name].append(found if name in ("y", "dx") else MICROBATCHES * found)
-    return {name: torch.cat(found) if name in ("y", "dx") else torch.stack(found) for name, found in parts.items()}
+        for name, result in zip(parts, (y.detach(), *torch.autograd.grad(y, leaves, g)), strict=True):
+            parts[name].append(result if name in ("y", "dx") else MICROBATCHES * result)
+    return {name: torch.cat(result) if name in ("y", "dx") else torch.stack(result) for name, result in parts.items()}
 
 
 def errors(problem: Problem, step: Callable[[], Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the relative error of each result of a step."""
     problem.clear()
-    found = {"y": step().detach()} | problem.results
+    results = {"y": step().detach()} | problem.results
     return {
-        name: float(f"{float((found[name].float() - truth).norm() / truth.norm()):.2e}")
+        name: float(f"{float((results[name].float() - truth).norm() / truth.norm()):.2e}")
         for name, truth in expected.items()
     }
 
@@ -163,12 +163,12 @@ def milliseconds(calls: Mapping[str, Callable[[], object]], rounds: int, device:
     """Return the milliseconds of each call; on a CPU those of one."""
     if device == "cuda":
         return interleaved(calls, rounds)
-    found = {}
+    times = {}
     for name, call in calls.items():
         start = time.perf_counter()
         call()
-        found[name] = 1e3 * (time.perf_counter() - start)
-    return found
+        times[name] = 1e3 * (time.perf_counter() - start)
+    return times
 
 
 def measure(
@@ -187,13 +187,13 @@ def measure(
     wrong = {name: errors(problem, call, expected) for name, call in calls.items()}
     predicted += of_swiglu(problem, chosen, rounds, device)
     saved = {name: problem.saved_inputs(call) for name, call in calls.items() if not name.startswith("te_")}
-    found = {name: round(ms / MICROBATCHES, 3) for name, ms in milliseconds(calls, rounds, device).items()}
+    times = {name: round(ms / MICROBATCHES, 3) for name, ms in milliseconds(calls, rounds, device).items()}
     host = {}
     if device == "cuda":
         host = {name: round(host_milliseconds(call) / MICROBATCHES, 3) for name, call in calls.items()}
-    best = min((name for name in found if name in ("bf16_torch", "bf16_deepgemm")), key=found.__getitem__, default=None)
+    best = min((name for name in times if name in ("bf16_torch", "bf16_deepgemm")), key=times.__getitem__, default=None)
     return {
-        "mlp": {**({} if best is None else {"bf16": found[best]}), **found},
+        "mlp": {**({} if best is None else {"bf16": times[best]}), **times},
         "errors": wrong,
         "host": host,
         "saved": saved,
@@ -224,8 +224,8 @@ def main() -> None:
     for name, shape in shapes.items():
         with torch.autograd.set_multithreading_enabled(False):  # as in a training under SNIP
             found_of_shape = measure(shape, args.rounds, device, ragged=args.ragged, library=args.library)
-        for key, found in found_of_shape.items():
-            result[key][name] = found
+        for key, row in found_of_shape.items():
+            result[key][name] = row
         times = result["mlp"][name]
         base = times.get("bf16", times["snip"])
         print(name, {contender: f"{ms:.2f} ms, {base / ms:.2f} x bf16" for contender, ms in times.items()})

@@ -29,7 +29,7 @@ def as_in_training(weight: torch.nn.Parameter, gradient: Tensor) -> torch.nn.Par
     place. Otherwise autograd adds up these gradients without meaning, microbatch after microbatch.
     """
     weight.main_grad, weight.grad_added_to_main_grad = gradient, False  # type: ignore[attr-defined]
-    weight.register_post_accumulate_grad_hook(lambda given: setattr(given, "grad", None))
+    weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     return weight
 
 
@@ -62,8 +62,8 @@ class Experts(torch.nn.Module):
 def swiglu(y: Tensor, probs: Tensor) -> Tensor:
     from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 
-    found: Tensor = weighted_bias_swiglu_impl(y, None, probs)
-    return found
+    result: Tensor = weighted_bias_swiglu_impl(y, None, probs)
+    return result
 
 
 class Problem:
@@ -107,10 +107,10 @@ class Problem:
         """Return the bytes of X of both linears that a microbatch saves: of all that it saves but weights, without Y of
         fc1 and the probabilities, which SwiGLU saves.
         """
-        found = {}
+        bytes_at = {}
 
         def noted(saved: Tensor) -> Tensor:
-            found[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+            bytes_at[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
             return saved
 
         self.microbatches = 1
@@ -119,7 +119,7 @@ class Problem:
         self.microbatches = MICROBATCHES
         weights = [linear.memory.data_ptr() for linear in (self.fc1, self.fc2)]
         of_swiglu = self.probs.nbytes + self.x.shape[0] * self.fc1.memory[0].shape[0] * self.x.itemsize
-        return sum(size for address, size in found.items() if address not in weights) - of_swiglu
+        return sum(size for address, size in bytes_at.items() if address not in weights) - of_swiglu
 
     def clear(self) -> None:
         self.x.grad = None
@@ -205,9 +205,9 @@ class _Groups(torch.autograd.Function):
 
 def libraries(problem: Problem, device: str) -> dict[str, TorchLibrary]:
     """Return the libraries of this machine by name."""
-    found = {"torch": TorchLibrary(problem.splits, device)}
+    libraries = {"torch": TorchLibrary(problem.splits, device)}
     has_deepgemm = device == "cuda" and why_not() is None
-    return found | ({"deepgemm": DeepGemmLibrary(problem.splits, device)} if has_deepgemm else {})
+    return libraries | ({"deepgemm": DeepGemmLibrary(problem.splits, device)} if has_deepgemm else {})
 
 
 def library_step(problem: Problem, library: TorchLibrary) -> Callable[[], Tensor]:
@@ -232,12 +232,12 @@ def te_steps(problem: Problem) -> dict[str, Callable[[], Tensor]]:
     except ImportError:
         return {}
     modules = []
-    for own in (problem.fc1, problem.fc2):
-        n, k = own.handles[0].weight.shape
+    for layer in (problem.fc1, problem.fc2):
+        experts, (n, k) = len(layer.handles), layer.handles[0].weight.shape
         module = te.GroupedLinear(
-            len(own.handles), k, n, bias=False, params_dtype=torch.bfloat16, device="cuda", fuse_wgrad_accumulation=True
+            experts, k, n, bias=False, params_dtype=torch.bfloat16, device="cuda", fuse_wgrad_accumulation=True
         )
-        for e, handle in enumerate(own.handles):
+        for e, handle in enumerate(layer.handles):
             weight = getattr(module, f"weight{e}")
             weight.data, weight.overwrite_main_grad = handle.weight.data, False
             as_in_training(weight, handle.weight.main_grad)

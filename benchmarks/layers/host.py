@@ -34,14 +34,14 @@ TOKENS, WIDTH = 256, 1024
 
 def contenders(problem: Problem, library: str) -> tuple[dict[str, Contender], GemmBackend]:
     """Return the contenders by name, and the backend whose calls C++ repeats if the extension is built."""
-    found: dict[str, Contender] = {}
+    contenders: dict[str, Contender] = {}
     python = copy.copy(select_backend("hopper", library=library, checks=False).backend)  # before C++ takes its methods
     backend = select_backend("hopper", library=library).backend
     for fmt in FORMATS:
-        found[f"snip {fmt.value} Python"] = Snip(problem, python, (fmt,) * 3)
+        contenders[f"snip {fmt.value} Python"] = Snip(problem, python, (fmt,) * 3)
         if backend.replayed:
-            found[f"snip {fmt.value} C++"] = Snip(problem, backend, (fmt,) * 3)
-    return found | bf16_contenders(problem) | transformer_engine_contenders(problem), backend
+            contenders[f"snip {fmt.value} C++"] = Snip(problem, backend, (fmt,) * 3)
+    return contenders | bf16_contenders(problem) | transformer_engine_contenders(problem), backend
 
 
 def step(contender: Any) -> None:
@@ -53,10 +53,10 @@ def step(contender: Any) -> None:
         contender.microbatch(index)
 
 
-def working(found: dict[str, Contender], failed: dict[str, str]) -> dict[str, Contender]:
+def working(contenders: dict[str, Contender], failed: dict[str, str]) -> dict[str, Contender]:
     """Return the contenders that run. The reasons of the others are added to ``failed``."""
     runnable = {}
-    for name, contender in found.items():
+    for name, contender in contenders.items():
         try:
             for _ in range(4):
                 step(contender)
@@ -67,10 +67,10 @@ def working(found: dict[str, Contender], failed: dict[str, str]) -> dict[str, Co
     return runnable
 
 
-def measure(found: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
+def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
     """Return the figures of every round by name."""
-    order, shuffler = list(found.items()), random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in found}
+    order, shuffler = list(contenders.items()), random.Random(0)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         shuffler.shuffle(order)
         for name, contender in order:
@@ -87,13 +87,13 @@ def main() -> int:
     arguments = parser.parse_args()
     refuse_without_cuda()
     problem = Problem.draw(TOKENS, WIDTH, WIDTH)
-    found, backend = contenders(problem, arguments.library)
+    candidates, backend = contenders(problem, arguments.library)
     result = header(arguments.commit) | {
         "tokens": TOKENS, "n": WIDTH, "k": WIDTH, "microbatches": MICROBATCHES, "rounds": arguments.rounds,
         "selection": select_backend("hopper", library=arguments.library).reason, "failed": {},
     }  # fmt: skip
     with torch.autograd.set_multithreading_enabled(False):
-        times = measure(working(found, result["failed"]), arguments.rounds)
+        times = measure(working(candidates, result["failed"]), arguments.rounds)
     result["host_us"] = {name: statistics.median(each) for name, each in times.items()}
     result["fastest_us"] = {name: min(each) for name, each in times.items()}
     result["replays"] = {name: each.replays for name, each in backend.replayed.items()}

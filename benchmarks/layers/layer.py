@@ -129,18 +129,18 @@ class Stack:
 def saved_by_linears(stack: Stack) -> int:
     """Return the bytes that the decoder's linears keep for their backward in one microbatch, without weights."""
     parameters = {p.untyped_storage().data_ptr() for p in stack.model.parameters()}
-    inside, held = [False], dict[int, int]()
+    inside, bytes_at = [False], dict[int, int]()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if inside[0] and storage.data_ptr() not in parameters:
-            held[storage.data_ptr()] = storage.nbytes()
+            bytes_at[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with marking_linears(stack, inside), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = stack._forward_step(None, stack.model)[0]
     del output
-    return sum(held.values())
+    return sum(bytes_at.values())
 
 
 @contextmanager
@@ -190,9 +190,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     stacks = contenders(arguments)
     rows: dict[str, Any] = {}
     for name, (stack, fmt) in stacks.items():
-        one = functools.partial(run_step, stack, fmt, 1)
-        one()  # compiles, and lets libraries allocate
-        rows[name] = {"peak_bytes_above_start": peak_memory(one), "linears_saved_bytes": saved_by_linears(stack)}
+        microbatch = functools.partial(run_step, stack, fmt, 1)
+        microbatch()  # compiles, and lets libraries allocate
+        rows[name] = {"peak_bytes_above_start": peak_memory(microbatch), "linears_saved_bytes": saved_by_linears(stack)}
     calls = {name: functools.partial(run_step, stack, fmt) for name, (stack, fmt) in stacks.items()}
     times = interleaved(calls, arguments.rounds)
     for name, ms in times.items():

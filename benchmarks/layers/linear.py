@@ -51,14 +51,14 @@ def working(problem: Problem, contenders: dict[str, Contender], row: dict[str, A
 
     Their signal-to-noise ratios, and the reasons of the others, are added to ``row``.
     """
-    found = {}
+    running = {}
     for name, contender in contenders.items():
         try:
             row["sqnr_db"][name] = sqnr(problem, contender)
-            found[name] = contender
+            running[name] = contender
         except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
             row["failed"][name] = f"{type(error).__name__}: {error}"[:500]
-    return found
+    return running
 
 
 def measure(m: int, k: int, n: int, backend: GemmBackend, rounds: int) -> dict[str, Any]:

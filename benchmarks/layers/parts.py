@@ -69,7 +69,7 @@ def _proposals(
 ) -> dict[str, Callable[[], object]]:
     """Return cuBLASLt's proposals for a·bᵀ that run, by number: in bf16, or added to ``out``."""
     library = cublaslt()
-    found: dict[str, Callable[[], object]] = {}
+    calls: dict[str, Callable[[], object]] = {}
     for choice in range(PROPOSALS if library is not None else 0):
         assert library is not None
         run: Callable[[], object] = functools.partial(library.multiply, a, b, torch.bfloat16, fast=fast, choice=choice)
@@ -81,8 +81,8 @@ def _proposals(
         except CublasLtError as error:
             print(f"{name} #{choice}: {error}")
             continue
-        found[f"{name} #{choice}"] = run
-    return found
+        calls[f"{name} #{choice}"] = run
+    return calls
 
 
 def _copy(size: int) -> Callable[[], object]:
@@ -92,5 +92,5 @@ def _copy(size: int) -> Callable[[], object]:
 
 
 def _bytes(tensor: torch.Tensor, *sides: Operand) -> int:
-    kept = [tensor] + [t for side in sides for t in (side.values, side.scale)]
-    return sum(t.numel() * t.element_size() for t in kept)
+    tensors = [tensor] + [t for side in sides for t in (side.values, side.scale)]
+    return sum(t.numel() * t.element_size() for t in tensors)

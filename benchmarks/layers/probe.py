@@ -157,7 +157,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.idle = True
-        self.found: dict[str, list[float]] = {}
+        self.times: dict[str, list[float]] = {}
         self._events: list[tuple[str, Any, Any]] = []
 
     @contextmanager
@@ -173,7 +173,7 @@ class Stopwatch:
         started = time.perf_counter()
         yield
         synchronize()
-        self.found.setdefault(name, []).append((time.perf_counter() - started) * 1e3)
+        self.times.setdefault(name, []).append((time.perf_counter() - started) * 1e3)
 
     def wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -190,10 +190,10 @@ class Stopwatch:
             sums[name] = sums.get(name, 0.0) + start.elapsed_time(end)
         self._events.clear()
         for name, total in sums.items():
-            self.found.setdefault(name, []).append(total)
+            self.times.setdefault(name, []).append(total)
 
     def medians(self) -> dict[str, float]:
-        return {name: statistics.median(values) for name, values in self.found.items()}
+        return {name: statistics.median(values) for name, values in self.times.items()}
 
 
 @contextmanager
@@ -264,10 +264,10 @@ def longest_kernels(training: Training, count: int) -> list[dict[str, Any]]:
     """Return the kernels of one update without its noise passes, by total time."""
     from torch.profiler import profile
 
-    with mock.patch.object(training.runner, "_noise_passes", list), profile() as found:
+    with mock.patch.object(training.runner, "_noise_passes", list), profile() as record:
         training.probe()
         synchronize()
-    events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
+    events = sorted(record.key_averages(), key=lambda event: -event.self_device_time_total)
     rows = [(e.key, e.self_device_time_total / 1e3, e.count) for e in events if e.self_device_time_total > 0]
     return [{"kernel": name[:160], "ms": ms, "calls": calls} for name, ms, calls in rows[:count]]
 

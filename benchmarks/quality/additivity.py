@@ -117,8 +117,8 @@ class Model:
 
     @staticmethod
     def _others(flops: Mapping[str, float], best: Sequence[str]) -> list[list[str]]:
-        others = [name for name in flops if name not in best]
-        return [[], *([name] for name in others), *map(list, itertools.combinations(others, 2))]
+        single_names = [name for name in flops if name not in best]
+        return [[], *([name] for name in single_names), *map(list, itertools.combinations(single_names, 2))]
 
 
 def measured(oracle: Any, step: Any, result: Any, sets: Sequence[Set], parts: Sequence[range]) -> None:
@@ -129,7 +129,7 @@ def measured(oracle: Any, step: Any, result: Any, sets: Sequence[Set], parts: Se
     trials = tuple(Trial(Gemm.FPROP, each.names, Format.FP4) for each in sets)
     rises_of_parts: list[list[float]] = []
 
-    def keep(trials: Any, drift2: Any, loss: Any, *rest: Any) -> Any:
+    def keep(trials: Any, drift2: Any, loss: Any, *arguments: Any) -> Any:
         rises_of_parts.append([float(value) for value in loss])
 
     with (
@@ -194,8 +194,8 @@ def _error(model: Model, sets: Sequence[Set]) -> float:
     return float(np.sqrt(np.mean([(model.rise(each.names) / each.rise[1] - 1) ** 2 for each in sets])))
 
 
-def train(options: argparse.Namespace, done: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Train. ``done`` gets the figures of all updates so far after each of them."""
+def train(options: argparse.Namespace, report: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Train. ``report`` is called after each update with the figures of all updates."""
     arguments = megatron_arguments(options, 2 * options.half)
     arguments += ["--snip-probe-microbatches", str(options.half)]
     begun = prepared(arguments)
@@ -206,7 +206,7 @@ def train(options: argparse.Namespace, done: Callable[[list[dict[str, Any]]], No
 
     def measure(oracle: Any, config: Any, step: Any, result: Any) -> None:
         updates.append(update(oracle, step, result, len(updates)))
-        done(updates)
+        report(updates)
 
     with after_each_probe(measure):
         entry.run(begun)
@@ -219,11 +219,11 @@ def main() -> int:
     options = parser.parse_args()
     about = header(options.commit) | {"arguments": {k: str(v) for k, v in vars(options).items()}}
 
-    def done(updates: list[dict[str, Any]]) -> None:
+    def report(updates: list[dict[str, Any]]) -> None:
         show(updates[-1])
         write(options.out, {**about, "updates": updates})
 
-    train(options, done)
+    train(options, report)
     return 0
 
 

@@ -481,8 +481,8 @@ def run_all(bench: Bench, cases: Sequence[Case], jobs: int, deadline: float) -> 
         return None if time.monotonic() > deadline else bench.blame(case)
 
     with ThreadPoolExecutor(jobs) as pool:
-        for done in as_completed([pool.submit(run, case) for case in cases]):
-            line = done.result()
+        for future in as_completed([pool.submit(run, case) for case in cases]):
+            line = future.result()
             if line is not None:
                 yield line
 

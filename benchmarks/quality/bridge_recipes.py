@@ -156,8 +156,8 @@ def recipes() -> Iterator[tuple[str, Callable[[], Any]]]:
             names = [inside.__name__, *(m.name for m in pkgutil.walk_packages(inside.__path__, f"{inside.__name__}."))]
             for module in map(importlib.import_module, names):
                 for name, recipe in inspect.getmembers(module, inspect.isfunction):
-                    own = recipe.__module__ == module.__name__ and not inspect.signature(recipe).parameters
-                    if own and "_pretrain_" in name and not name.startswith("_"):
+                    is_recipe = recipe.__module__ == module.__name__ and not inspect.signature(recipe).parameters
+                    if is_recipe and "_pretrain_" in name and not name.startswith("_"):
                         yield f"{folder}/{family}/{name}", recipe
 
 

@@ -252,18 +252,18 @@ def _checked_results(path: Path) -> Results:
     return results
 
 
-def select_gpus(wanted: str) -> list[str]:
+def select_gpus(count: str) -> list[str]:
     """Return the GPUs that ``--gpus`` selects. An empty list means the CPU. Raises SnipError on a bad value."""
-    if wanted == "0":
+    if count == "0":
         return []
     visible = visible_gpus()
-    if wanted == "auto":
+    if count == "auto":
         return visible
-    if not wanted.isdecimal():
-        raise SnipError(f"--gpus {cut(wanted)}: expected auto or a number")
-    if int(wanted) > len(visible):
-        raise SnipError(f"--gpus {wanted}: this machine has {len(visible)}")
-    return visible[: int(wanted)]
+    if not count.isdecimal():
+        raise SnipError(f"--gpus {cut(count)}: expected auto or a number")
+    if int(count) > len(visible):
+        raise SnipError(f"--gpus {count}: this machine has {len(visible)}")
+    return visible[: int(count)]
 
 
 def stop_on_signals(pool: Pool) -> list[int]:

@@ -40,7 +40,7 @@ class Part:
         """Return the number of missing runs, of branches those of the warm checkpoint that has the most."""
         runs = [run for run in self.runs if run.kind == kind]
         shas = (None, *self.results.warm)
-        return min(sum(not self.results.done(run.identity(self.data, sha)) for run in runs) for sha in shas)
+        return min(sum(not self.results.is_done(run.identity(self.data, sha)) for run in runs) for sha in shas)
 
 
 def make_part(experiment: Experiment, data: Data, results: Results, work: Path) -> Part:
@@ -98,9 +98,9 @@ class Comparison:
             part.results.warm[sha] = {**self.facts, "steps": warm.warm.steps, "arguments": warm.arguments}
         for run in part.runs:
             identity = part.identity(run)
-            if identity is None or part.results.done(identity) or identity in self._queued:
+            if identity is None or part.results.is_done(identity) or identity in self._queued:
                 continue
-            equal = next((other.results.runs[identity] for other in self.parts if other.results.done(identity)), None)
+            equal = next((p.results.runs[identity] for p in self.parts if p.results.is_done(identity)), None)
             if equal is not None:  # another experiment has made it
                 part.results.runs[identity] = equal | record(run, identity)
                 part.results.save()
@@ -162,16 +162,16 @@ class Comparison:
 
     # -- progress ----------------------------------------------------------------------------------------------
     def _progress(self) -> None:
-        now = time.monotonic()
-        if now - self._shown_at < PROGRESS_S:
+        clock = time.monotonic()
+        if clock - self._shown_at < PROGRESS_S:
             return
-        self._shown_at = now
+        self._shown_at = clock
         remaining = len(self._queued) - self._ended
         failed = f", {self.failed} failed" if self.failed else ""
-        spent = now - self._started_at
-        rest = f", about {spent / self._ended * remaining:.0f} s left" if self._ended else ""
+        spent = clock - self._started_at
+        ahead = f", about {spent / self._ended * remaining:.0f} s left" if self._ended else ""
         self._say(
-            f"{self._ended} of {len(self._queued)} runs ended, {self.pool.busy} at work{failed}, {spent:.0f} s{rest}"
+            f"{self._ended} of {len(self._queued)} runs ended, {self.pool.busy} at work{failed}, {spent:.0f} s{ahead}"
         )
 
     def _say(self, text: str) -> None:

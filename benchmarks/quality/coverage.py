@@ -107,14 +107,14 @@ def ranks_of(words: list[str]) -> int:
     return least * max(1, _RANKS // least)
 
 
-def configuration(case: str, given: dict[str, Any], environment: dict[str, Any]) -> Verdict:
+def configuration(case: str, fields: dict[str, Any], environment: dict[str, Any]) -> Verdict:
     """Judge a configuration of Megatron's in this process, whose state it spoils."""
     from megatron.training import arguments
 
     from snip_megatron.megatron.compat import pretraining
     from snip_megatron.megatron.datasets import check_kind_of_data
 
-    words = [*command_line(given), *SNIP]
+    words = [*command_line(fields), *SNIP]
     if {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(words):
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")  # as SNIP's entry leaves it
     os.environ |= {name: str(value) for name, value in environment.items()}
@@ -181,9 +181,9 @@ def _checked(
     except SnipError as error:
         return Verdict(case, "SNIP", str(error))
     covered = math.fsum(row.flops for row in linears.covered)
-    left = math.fsum(row.flops for row in linears.uncovered)
+    uncovered = math.fsum(row.flops for row in linears.uncovered)
     paths = tuple(dict.fromkeys(f"{row.id.stack} {row.id.path}" for row in linears.uncovered))
-    return Verdict(case, reached=covered / (covered + left), stock=paths)
+    return Verdict(case, reached=covered / (covered + uncovered), stock=paths)
 
 
 def _provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -196,7 +196,7 @@ def _refuse(message: str) -> NoReturn:
     raise SnipError(message)
 
 
-def in_a_child(judge: Callable[..., Verdict], case: str, *given: Any) -> Verdict:
+def in_a_child(judge: Callable[..., Verdict], case: str, *arguments: Any) -> Verdict:
     """Judge one configuration in a copy of this process, since Megatron keeps global state."""
     read, write = os.pipe()
     child = os.fork()
@@ -206,11 +206,11 @@ def in_a_child(judge: Callable[..., Verdict], case: str, *given: Any) -> Verdict
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
         try:
-            found = judge(case, *given)
+            verdict = judge(case, *arguments)
         except BaseException as error:  # what no one line says is a fault of ours
-            found = Verdict(case, "fault", " ".join(f"{type(error).__name__}: {error}".split())[:300])
+            verdict = Verdict(case, "fault", " ".join(f"{type(error).__name__}: {error}".split())[:300])
         with os.fdopen(write, "w") as pipe:
-            json.dump(asdict(found), pipe)
+            json.dump(asdict(verdict), pipe)
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
@@ -236,10 +236,10 @@ def section(title: str, host: str, verdicts: list[Verdict]) -> str:
     counted = [each for each in verdicts if each.by != host]
     lines = [f"## {title}", "", "| folder | configurations | accepted | every FLOP in reach |", "|---|---:|---:|---:|"]
     for folder in (*dict.fromkeys(_folder(each) for each in counted), "all"):
-        own = [each for each in counted if folder in ("all", _folder(each))]
-        accepted = [each for each in own if not each.by]
+        in_folder = [each for each in counted if folder in ("all", _folder(each))]
+        accepted = [each for each in in_folder if not each.by]
         whole = sum(not each.stock for each in accepted)
-        lines.append(f"| {folder} | {len(own)} | {len(accepted)} | {whole} |")
+        lines.append(f"| {folder} | {len(in_folder)} | {len(accepted)} | {whole} |")
     for by, meaning in (
         ("SNIP", "Refused by SNIP"),
         ("build", "Accepted, but not built on the meta device"),
@@ -284,14 +284,14 @@ def main() -> int:
     import snip_megatron.megatron.conversion
     import snip_megatron.megatron.validate  # noqa: F401
 
-    def judged(judge: Callable[..., Verdict], given: Iterable[tuple[Any, ...]]) -> list[Verdict]:
-        found = []
-        for case, *rest in given:
+    def judged(judge: Callable[..., Verdict], cases: Iterable[tuple[Any, ...]]) -> list[Verdict]:
+        verdicts = []
+        for case, *arguments in cases:
             if case.startswith(tuple(asked.only.split(","))):
-                found.append(in_a_child(judge, case, *rest))
-                print(json.dumps(asdict(found[-1])), file=sys.stderr, flush=True)
-        print(Counter(each.by or "accepted" for each in found), file=sys.stderr)
-        return found
+                verdicts.append(in_a_child(judge, case, *arguments))
+                print(json.dumps(asdict(verdicts[-1])), file=sys.stderr, flush=True)
+        print(Counter(each.by or "accepted" for each in verdicts), file=sys.stderr)
+        return verdicts
 
     parts = [_PAGE, section("Megatron-LM's functional tests", "Megatron", judged(configuration, cases(asked.checkout)))]
     if asked.bridge is not None:

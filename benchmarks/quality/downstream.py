@@ -55,18 +55,18 @@ class Model:
 
 def models(results: Results, data: Path, work: Path, batch: int) -> list[Model]:
     """Return the finished runs whose weights were kept. Raises SnipError if there are none."""
-    found = []
+    models = []
     for run in results.runs.values():
         checkpoint = work / "runs" / run["id"] / CHECKPOINT
         if run["status"] == "done" and checkpoint.is_dir():
             folders = (checkpoint, data / "tokenizer", work / "downstream" / run["id"], work / "downstream" / "tasks")
-            found.append(Model(run, results.experiment, *folders, batch))
-    if not found:
+            models.append(Model(run, results.experiment, *folders, batch))
+    if not models:
         raise SnipError(
             f'{work}: holds no weights of a run of {results.path}; give the --work of its compare, and "save":'
             " true in its experiment"
         )
-    return found
+    return models
 
 
 # -- one model, in a process of its own ------------------------------------------------------------------------
@@ -95,14 +95,14 @@ def evaluate(model: Model) -> dict[str, Any]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     loaded = HFLM(pretrained=str(model.exported), dtype="bfloat16", device=_device, batch_size=model.batch)
     manager = TaskManager(include_path=str(model.tasks), include_defaults=False)
-    found: Any = simple_evaluate(loaded, tasks=[LINES, TEXT], task_manager=manager, bootstrap_iters=1000)
+    evaluation: Any = simple_evaluate(loaded, tasks=[LINES, TEXT], task_manager=manager, bootstrap_iters=1000)
     figures = {}
     for name, task in METRICS.items():
-        own = found["results"][task]
-        figures[name], figures[f"{name}_stderr"] = own[f"{name},none"], own[f"{name}_stderr,none"]
-    samples = sorted(found["samples"][LINES], key=lambda sample: sample["doc_id"])
+        metrics = evaluation["results"][task]
+        figures[name], figures[f"{name}_stderr"] = metrics[f"{name},none"], metrics[f"{name}_stderr,none"]
+    samples = sorted(evaluation["samples"][LINES], key=lambda sample: sample["doc_id"])
     right = {name: "".join(str(int(sample[name])) for sample in samples) for name in ("acc", "acc_norm")}
-    return figures | {"questions": len(samples), "texts": len(found["samples"][TEXT]), "right": right}
+    return figures | {"questions": len(samples), "texts": len(evaluation["samples"][TEXT]), "right": right}
 
 
 # -- the table -------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def add_paired(rows: Sequence[dict[str, Any]]) -> None:
             continue
         row["paired"] = {}
         for name, right in row["right"].items():
-            differences = [int(own) - int(other) for own, other in zip(right, base[name], strict=True)]
+            differences = [int(answer) - int(other) for answer, other in zip(right, base[name], strict=True)]
             stderr = statistics.stdev(differences) / len(differences) ** 0.5
             row["paired"][name] = {"mean": statistics.fmean(differences), "stderr": stderr}
 
@@ -207,9 +207,9 @@ def _run(arguments: argparse.Namespace) -> int:
     head = header(arguments.commit)
     head["versions"] |= {name: metadata.version(name) for name in ("lm_eval", "transformers", "datasets")}
     rows: list[dict[str, Any]] = []
-    kept = ("kind", "label", "policy", "budget", "seed", "validation", "average_share", "id")
+    columns = ("kind", "label", "policy", "budget", "seed", "validation", "average_share", "id")
     for model, figures in zip(waiting, _evaluate_all(waiting, arguments.per_gpu), strict=True):
-        rows.append({name: model.run[name] for name in kept} | figures)
+        rows.append({name: model.run[name] for name in columns} | figures)
         print(
             f"{model.run['label']}: acc {figures['acc']:.3f}, bits per byte {figures['bits_per_byte']:.4f}", flush=True
         )

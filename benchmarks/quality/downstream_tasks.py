@@ -68,9 +68,9 @@ def make_items(texts: Sequence[str], count: int, seed: int, longest: int) -> lis
     shuffler.shuffle(waiting)
     items: list[Item] = []
     while waiting and len(items) < count:
-        found = [(source, next(source, None)) for source in waiting]
-        items += [item for _, item in found if item is not None]
-        waiting = [source for source, item in found if item is not None]
+        drawn = [(source, next(source, None)) for source in waiting]
+        items += [item for _, item in drawn if item is not None]
+        waiting = [source for source, item in drawn if item is not None]
     return items[:count]
 
 
@@ -85,11 +85,11 @@ def _items(text: str, shuffler: random.Random, longest: int) -> Iterator[Item]:
         context = "".join(lines[start - CONTEXT_LINES : start])
         right = _block(lines, start)
         elsewhere = [i for i in starts if not start - CONTEXT_LINES - CHOICE_LINES < i < start + CHOICE_LINES]
-        others = list(dict.fromkeys(block for i in elsewhere if (block := _block(lines, i)) != right))
-        others = [block for block in others if len(context) + max(len(right), len(block)) <= MOST_CHARACTERS]
-        if len(others) < CHOICES - 1 or len(context) + len(right) > MOST_CHARACTERS or not context.strip():
+        distractors = list(dict.fromkeys(block for i in elsewhere if (block := _block(lines, i)) != right))
+        distractors = [block for block in distractors if len(context) + max(len(right), len(block)) <= MOST_CHARACTERS]
+        if len(distractors) < CHOICES - 1 or len(context) + len(right) > MOST_CHARACTERS or not context.strip():
             continue
-        choices = [right, *shuffler.sample(others, CHOICES - 1)]
+        choices = [right, *shuffler.sample(distractors, CHOICES - 1)]
         shuffler.shuffle(choices)
         yield Item(context, choices, choices.index(right))
 

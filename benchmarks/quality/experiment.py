@@ -159,9 +159,10 @@ def parse_experiment(body: Any, where: str, name: str) -> Experiment:
     phases = tuple(_phase(body[kind], f"{where}: {kind}", kind) for kind in PHASES if body.get(kind) is not None)
     if not phases or "phases" in body:
         raise SnipError(f"{where}: the runs to train stand under from_warm, from_scratch or both")
-    rest = {key: value for key, value in body.items() if key not in ("schema", "comment", *PHASES)}
-    planned = [{"kind": phases[0].kind, **each} if isinstance(each, dict) else each for each in rest.get("planned", ())]
-    settings = Experiment.from_dict({"name": name, **rest, "planned": planned}, f"{where}: experiment")
+    fields = {key: value for key, value in body.items() if key not in ("schema", "comment", *PHASES)}
+    planned = fields.get("planned", ())
+    planned = [{"kind": phases[0].kind, **each} if isinstance(each, dict) else each for each in planned]
+    settings = Experiment.from_dict({"name": name, **fields, "planned": planned}, f"{where}: experiment")
     experiment = dataclasses.replace(settings, phases=phases)
     model(experiment.model)
     for fault in _faults(experiment):
@@ -170,10 +171,10 @@ def parse_experiment(body: Any, where: str, name: str) -> Experiment:
 
 
 def _phase(body: Any, where: str, kind: str) -> Phase:
-    rest = dict(strict_json.mapping(body, where))
-    policies = strict_json.array(rest.pop("policies", []), f"{where}.policies")
+    fields = dict(strict_json.mapping(body, where))
+    policies = strict_json.array(fields.pop("policies", []), f"{where}.policies")
     candidates = tuple(Candidate.from_dict(each, f"{where}.policies[{i}]") for i, each in enumerate(policies))
-    return dataclasses.replace(Phase.from_dict({**rest, "kind": kind}, where), candidates=candidates)
+    return dataclasses.replace(Phase.from_dict({**fields, "kind": kind}, where), candidates=candidates)
 
 
 def _faults(experiment: Experiment) -> Iterator[str]:
@@ -241,11 +242,11 @@ def _planned_faults(planned: Planned, phases: tuple[Phase, ...]) -> Iterator[str
         return
     if planned.validation not in VALIDATIONS:
         yield f"validation: {quoted(planned.validation)}: expected one of {', '.join(VALIDATIONS)}"
-    made = {each.label: each for each in phase.candidates}
+    by_label = {each.label: each for each in phase.candidates}
     for label in (planned.ours, *planned.theirs):
-        if label not in made or (label == planned.ours and made[label].fixed):
+        if label not in by_label or (label == planned.ours and by_label[label].fixed):
             yield f"{quoted(label)} is no policy of {planned.kind} with a budget"
             return
-        own = planned.budgets if made[label].fixed else phase.budgets_of(made[label])
-        if missing := [budget for budget in planned.budgets if budget not in own]:
+        budgets = planned.budgets if by_label[label].fixed else phase.budgets_of(by_label[label])
+        if missing := [budget for budget in planned.budgets if budget not in budgets]:
             yield f"budgets: {quoted(label)} does not run at {missing[0]:g}"

@@ -28,8 +28,10 @@ def sets_of(names: list[str], maps: dict[str, PrecisionMap]) -> list[Set]:
     later = [name for name in names if ids[name].layer]
     sets = {"all": list(names), "block 0": [name for name in names if name not in later]}
     for path in dict.fromkeys(ids[name].path for name in later):
-        sets[path] = own = [name for name in later if ids[name].path == path]
-        sets |= {f"{path} {half}": [n for n in own if ids[n].layer % 2 == i] for i, half in enumerate(("even", "odd"))}
+        sets[path] = of_path = [name for name in later if ids[name].path == path]
+        sets |= {
+            f"{path} {half}": [n for n in of_path if ids[n].layer % 2 == i] for i, half in enumerate(("even", "odd"))
+        }
     sets["mlp"] = [name for name in later if ids[name].path.startswith("mlp.")]
     fp4 = {m: [n for n in names if maps[m].choices[option_id(n, Gemm.FPROP)] is Format.FP4] for m in maps}
     sets |= fp4 | {f"{a} without {b}": [n for n in fp4[a] if n not in fp4[b]] for a in fp4 for b in fp4}

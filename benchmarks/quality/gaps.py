@@ -34,8 +34,8 @@ class Gap:
         return "kept" if self.high <= most else "missed" if self.low > most else "open"
 
     def __str__(self) -> str:
-        ends = "" if math.isinf(self.low) else f" ({self.low:.2f} to {self.high:.2f})"
-        return f"{self.mean:.2f}{ends}"
+        interval = "" if math.isinf(self.low) else f" ({self.low:.2f} to {self.high:.2f})"
+        return f"{self.mean:.2f}{interval}"
 
 
 def gap(row: Row, validation: str = "map") -> Gap:

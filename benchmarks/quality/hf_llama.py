@@ -43,11 +43,11 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         state[name[:-2]] = torch.cat([state.pop(name), state.pop(f"{name[:-2]}_v")], dim=-2)  # SwiGLU's two halves
     weights = {}
     for name, tensor in state.items():
-        rest = name.removeprefix(_LAYERS)
-        if rest == name or rest.split(".")[0].isdigit():
+        suffix = name.removeprefix(_LAYERS)
+        if suffix == name or suffix.split(".")[0].isdigit():
             weights[name] = tensor
         else:
-            weights |= {f"{_LAYERS}{layer}.{rest}": one for layer, one in enumerate(tensor)}
+            weights |= {f"{_LAYERS}{layer}.{suffix}": weight for layer, weight in enumerate(tensor)}
     return weights
 
 

@@ -180,7 +180,7 @@ class _Call:
         return self
 
     # -- Megatron's forward step -------------------------------------------------------------------------------
-    def _forward_step(self, data_iterator: Any, model: torch.nn.Module, *rest: Any) -> Outputs:
+    def _forward_step(self, data_iterator: Any, model: torch.nn.Module, *arguments: Any) -> Outputs:
         chunk = self._chunk[id(model)]
         self._current = running = self._passes[self._forwards[chunk]]
         self._forwards[chunk] += 1
@@ -189,7 +189,7 @@ class _Call:
             self._random[chunk, running.microbatch]()
         else:
             self._random[chunk, running.microbatch] = compat.random_states()
-        output, loss_function = self._step.call.forward_step_func(data_iterator, model, *rest)
+        output, loss_function = self._step.call.forward_step_func(data_iterator, model, *arguments)
         output.register_hook(partial(self._begin_backward, running))
         return output, partial(self._loss, running, loss_function)
 
@@ -204,8 +204,8 @@ class _Call:
                 self._output = output.detach()
             else:
                 self._note_change(loss_function, output)
-        loss, *others = loss_function(output)
-        return (loss * (running.sign * self._loss_factor), *others)
+        loss, *extras = loss_function(output)
+        return (loss * (running.sign * self._loss_factor), *extras)
 
     @torch.no_grad()
     def _note_change(self, loss_function: Callable[..., Any], output: torch.Tensor) -> None:
@@ -213,9 +213,9 @@ class _Call:
         which avoids the cancellation of two sums.
         """
         assert self._output is not None
-        change, *others = loss_function(self._output - output.detach())
+        change, *extras = loss_function(self._output - output.detach())
         if not self._per_token:
-            change = change / (others[0].clamp(min=1) if len(others) == 2 else 1) / self._microbatches
+            change = change / (extras[0].clamp(min=1) if len(extras) == 2 else 1) / self._microbatches
         self.loss += change.double()
 
     # -- linears -----------------------------------------------------------------------------------------------
@@ -256,8 +256,8 @@ def after_each_probe(action: Action) -> Iterator[None]:
             super().__init__(host, registry, config, **options)
             self._oracle, self._run_config = Oracle(registry, host), config
 
-        def run(self, step: Any, *rest: Any) -> ProbeResult:
-            result = super().run(step, *rest)
+        def run(self, step: Any, *arguments: Any) -> ProbeResult:
+            result = super().run(step, *arguments)
             action(self._oracle, self._run_config, step, result)
             return result
 

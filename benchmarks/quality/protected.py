@@ -36,12 +36,12 @@ def figures(chosen: PrecisionMap, cost: Mapping[str, float]) -> dict[str, float]
     def flops(some: set[str]) -> float:
         return sum(cost[option] for option in some)
 
-    of_gemm = {gemm: {o for o, (_, own) in options.items() if own is gemm} for gemm in Gemm}
+    of_gemm = {gemm: {o for o, (_, of_kind) in options.items() if of_kind is gemm} for gemm in Gemm}
     return {
         "protected": flops(protected) / flops(set(cost)),
         "listed": flops(listed) / flops(set(cost)),
         "protected_that_is_listed": flops(protected & listed) / flops(protected),
-    } | {gemm.value: flops(protected & own) / flops(own) for gemm, own in of_gemm.items()}
+    } | {gemm.value: flops(protected & of_kind) / flops(of_kind) for gemm, of_kind in of_gemm.items()}
 
 
 def _mixes(path: str) -> bool:

@@ -163,8 +163,8 @@ def _rules(table: StatisticsTable, base: SolveRequest) -> dict[str, _Scores]:
 
 def _gemms(quantity: str) -> list[int]:
     kind, _, gemm = quantity.partition(": ")
-    wanted = Gemm.FPROP.value if kind == "loss" else gemm
-    return [i for i, each in enumerate(Gemm) if wanted in (each.value, "all")]
+    listed = Gemm.FPROP.value if kind == "loss" else gemm
+    return [i for i, each in enumerate(Gemm) if listed in (each.value, "all")]
 
 
 def _compare(quantity: str, name: str, scores: _Scores, true: _Scores, trusted: _Trusted) -> Comparison | None:
@@ -184,7 +184,7 @@ def _kinds(table: StatisticsTable, scores: _Scores, true: _Scores) -> Iterator[K
     for quantity in QUANTITIES[:2]:
         kind, gemms = quantity.partition(": ")[0], _gemms(quantity)
         for path in dict.fromkeys(paths):
-            rows = [i for i, own in enumerate(paths) if own == path]
+            rows = [i for i, name in enumerate(paths) if name == path]
             values, expected = (each[kind][rows][:, gemms].ravel() for each in (scores, true))
             rho = spearman(values, expected)
             yield Kind(path, quantity, rho, float(values.sum()), float(expected.sum()))

@@ -43,7 +43,7 @@ class Results:
         }
         deliver("--out", self.path, result_text(body))
 
-    def done(self, identity: str) -> bool:
+    def is_done(self, identity: str) -> bool:
         return self.runs.get(identity, {}).get("status") == "done"
 
 
@@ -116,7 +116,8 @@ def _check_it_continues(first: float, last: float) -> None:
 
 
 def _reason(events: list[dict[str, Any]]) -> str:
-    told = [e for e in events if e["event"] in ("solve_failed", "dropped", "postpone", "skipped")]
-    if not told:
+    failures = [e for e in events if e["event"] in ("solve_failed", "dropped", "postpone", "skipped")]
+    if not failures:
         return "no update was made"
-    return f"{told[-1]['event']}: {told[-1].get('message') or told[-1].get('reason') or 'the solver was too late'}"
+    last = failures[-1]
+    return f"{last['event']}: {last.get('message') or last.get('reason') or 'the solver was too late'}"

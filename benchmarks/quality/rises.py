@@ -101,7 +101,7 @@ def of_update(run: RunData, update: Update) -> dict[str, Any]:
 
 def means(candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return by policy the means of predicted and measured rises. ``error`` is the standard error of the latter."""
-    found = {}
+    means = {}
     for policy in dict.fromkeys(str(each["policy"]) for each in candidates):
         pairs = [
             (each["predicted"], each["measured"])
@@ -110,13 +110,13 @@ def means(candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ]
         if len(pairs) > 1:
             predicted, measured = zip(*pairs, strict=True)
-            found[policy] = {
+            means[policy] = {
                 "maps": len(pairs),
                 "predicted": statistics.mean(predicted),
                 "measured": statistics.mean(measured),
                 "error": statistics.stdev(measured) / math.sqrt(len(pairs)),
             }
-    return found
+    return means
 
 
 def main(argv: Sequence[str] | None = None) -> int:

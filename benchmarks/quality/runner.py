@@ -165,10 +165,10 @@ def last_line(log: Path) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 8192))
-            told = file.read().decode("utf-8", "replace").split("\n")
+            output = file.read().decode("utf-8", "replace").split("\n")
     except OSError:
         return "no log"
-    lines = [line.strip() for line in told if line.strip()]
+    lines = [line.strip() for line in output if line.strip()]
     return lines[-1][:500] if lines else "the log is empty"
 
 

@@ -166,8 +166,8 @@ def _run(
 
 def _fixed(phase: Phase, candidate: Candidate) -> list[str]:
     """Return the arguments of a fixed map: formats only if they matter, so that experiments share its runs."""
-    own = fixed_formats(candidate.policy, phase.formats) != fixed_formats(candidate.policy)
-    return ["--snip-formats", ",".join(phase.formats)] if own else []
+    differs = fixed_formats(candidate.policy, phase.formats) != fixed_formats(candidate.policy)
+    return ["--snip-formats", ",".join(phase.formats)] if differs else []
 
 
 def _solved(phase: Phase, granularity: str, budget: float, start: int) -> dict[str, str]:

@@ -58,8 +58,8 @@ def rate_weights(experiment: dict[str, Any]) -> np.ndarray:
     training, phase = experiment["training"], experiment["phases"][0]
     begin = experiment["warm"]["steps"]
     end, warmup = begin + phase["steps"], training["warmup_steps"]
-    done = (np.arange(begin, end) + 0.5 - warmup) / (end - warmup)
-    eta = training["min_lr"] + 0.5 * (training["lr"] - training["min_lr"]) * (1.0 + np.cos(np.pi * done))
+    progress = (np.arange(begin, end) + 0.5 - warmup) / (end - warmup)
+    eta = training["min_lr"] + 0.5 * (training["lr"] - training["min_lr"]) * (1.0 + np.cos(np.pi * progress))
     weights: np.ndarray = eta / eta.sum()
     return weights
 
@@ -101,20 +101,20 @@ def fit(gaps: Gaps, weights: np.ndarray) -> Model:
     switched, precise, measured = np.array(points).T
     count = len(weights)
     steps = np.rint(precise * count).astype(int)
-    rest = np.array([weights[: count - n].sum() for n in steps])
+    remaining = np.array([weights[: count - n].sum() for n in steps])
 
     def predicted(x: np.ndarray) -> np.ndarray:
         forward, backward, fast, constant = x
-        carried = forward * rest + backward * np.where(switched == 3, rest, 1.0)
+        carried = forward * remaining + backward * np.where(switched == 3, remaining, 1.0)
         return np.asarray(carried + fast * np.exp(-steps / constant))
 
     scale = whole["map"]
     start = np.array([0.3, 0.05, 0.15, 30.0])
     bounds = ([0.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, float(count)])
-    found = least_squares(lambda x: predicted(x) - measured / scale, start, bounds=bounds)
-    forward, backward, fast, constant = map(float, found.x)
+    solution = least_squares(lambda x: predicted(x) - measured / scale, start, bounds=bounds)
+    forward, backward, fast, constant = map(float, solution.x)
     carried = forward + backward
-    residual = float(np.abs(found.fun).max()) * scale
+    residual = float(np.abs(solution.fun).max()) * scale
     return Model(carried, fast, 1.0 - whole["bf16"] / scale, constant, weights, residual)
 
 
@@ -128,10 +128,10 @@ def best(model: Model, curve: PchipInterpolator, begins: Sequence[float], target
         target: the average FP4 share.
     """
     lengths = np.diff([*begins, 1.0])
-    found: tuple[float, list[float]] = (-np.inf, [])
+    optimum: tuple[float, list[float]] = (-np.inf, [])
     for seed in range(STARTS):
         start = np.clip(target + np.random.default_rng(seed).normal(0.0, 0.15, len(lengths)), 0.0, 1.0)
-        done = minimize(
+        solution = minimize(
             lambda shares: model.loss(begins, curve(shares)),
             start,
             bounds=[(0.0, 1.0)] * len(lengths),
@@ -139,9 +139,9 @@ def best(model: Model, curve: PchipInterpolator, begins: Sequence[float], target
             method="SLSQP",
             options={"maxiter": 500},
         )
-        if done.success and 1.0 - done.fun > found[0]:
-            found = (1.0 - float(done.fun), [round(float(share), 3) for share in done.x])
-    return found
+        if solution.success and 1.0 - solution.fun > optimum[0]:
+            optimum = (1.0 - float(solution.fun), [round(float(share), 3) for share in solution.x])
+    return optimum
 
 
 def limits(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -228,7 +228,7 @@ def solved(seeds: int, limit: float) -> list[dict[str, Any]]:
 
 def agreement(instances: int) -> dict[str, Any]:
     """Compare with HiGHS on random problems, half of them of one map and half over phases."""
-    found: dict[str, Any] = {"instances": instances, "optimal": 0, "infeasible_for_both": 0, "largest_excess": 0.0}
+    counts: dict[str, Any] = {"instances": instances, "optimal": 0, "infeasible_for_both": 0, "largest_excess": 0.0}
     for seed in range(instances):
         problem = phased_of_seed(seed)
         if seed % 2:
@@ -239,13 +239,14 @@ def agreement(instances: int) -> dict[str, Any]:
         if best is None or solution.objective is None:
             if best is not None or solution.objective is not None:
                 raise RuntimeError(f"seed {seed}: solve says {solution.status}, HiGHS found {best}")
-            found["infeasible_for_both"] += 1
+            counts["infeasible_for_both"] += 1
             continue
         value = value_of(problem, chosen(problem, solution))
         whole = value if problem.budget.kind == "loss" else value - least(problem)
-        found["optimal"] += solution.status == "optimal"
-        found["largest_excess"] = max(found["largest_excess"], (value - best) / (whole or 1.0) - (solution.gap or 0.0))
-    return found
+        counts["optimal"] += solution.status == "optimal"
+        excess = (value - best) / (whole or 1.0) - (solution.gap or 0.0)
+        counts["largest_excess"] = max(counts["largest_excess"], excess)
+    return counts
 
 
 def million(items: int) -> dict[str, Any]:
@@ -258,7 +259,7 @@ def million(items: int) -> dict[str, Any]:
         code = "import sys; from snip_megatron.tools.cli import main; code = main(sys.argv[1:]); "
         code += "print(*[x.split()[1] for x in open('/proc/self/status') if x.startswith('VmHWM')]); sys.exit(code)"
         begun = time.perf_counter()
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code, *map(str, arguments)],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
@@ -269,7 +270,7 @@ def million(items: int) -> dict[str, Any]:
         result = json.loads(out.read_text())
         size = path.stat().st_size
     gap = (result["objective"] - result["bound"]) / result["objective"]
-    peak = int(done.stdout) * 1024
+    peak = int(process.stdout) * 1024
     return {"items": items, "file_bytes": size, "command_s": seconds, "peak_bytes": peak, "gap": gap}
 
 

@@ -79,14 +79,14 @@ def latest(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Group runs into rows. Gaps need a run in bf16 in the same block, recovered shares one in uniform-fp4 too."""
-    done = [entry for entry in latest(entries) if entry["status"] == "done"]
+    finished = [entry for entry in latest(entries) if entry["status"] == "done"]
     losses: dict[tuple[str, Block, str], Mapping[str, float]] = {}
     # Runs without a label of their own come first, and the first run is the reference.
-    for entry in sorted(done, key=lambda e: bool(e["label"] != e["policy"])):
+    for entry in sorted(finished, key=lambda e: bool(e["label"] != e["policy"])):
         if entry["budget"] is None:
             losses.setdefault((entry["kind"], _block(entry), entry["policy"]), entry["validation"])
     groups: dict[tuple[str, str, float | None], list[Mapping[str, Any]]] = {}
-    for entry in done:
+    for entry in finished:
         groups.setdefault((entry["kind"], entry["label"], entry["budget"]), []).append(entry)
     return [_row(key, members, losses) for key, members in groups.items()]
 
@@ -97,12 +97,13 @@ def differences(table: Sequence[Row], planned: Sequence[Mapping[str, Any]]) -> l
     Announced comparisons without enough runs count in the adjustment: which ones fail or are still missing must not
     make the others significant.
     """
-    known = {(row.kind, row.label, row.budget): row for row in table}
+    by_map = {(row.kind, row.label, row.budget): row for row in table}
     pairs = []
     for plan in planned:
         for budget, theirs in itertools.product(plan["budgets"], plan["theirs"]):
-            a = known.get((plan["kind"], plan["ours"], budget))
-            b = known.get((plan["kind"], theirs, budget), known.get((plan["kind"], theirs, None)))  # None: a fixed map
+            a = by_map.get((plan["kind"], plan["ours"], budget))
+            fixed_map = by_map.get((plan["kind"], theirs, None))
+            b = by_map.get((plan["kind"], theirs, budget), fixed_map)
             if a is not None and b is not None:
                 pairs.append(_paired(a, b, budget, plan["validation"]))
     return _adjusted(pairs, planned_count(planned))
@@ -162,10 +163,10 @@ def _paired(ours: Row, theirs: Row, budget: float, validation: str) -> Differenc
     a, b = ours.recovered[validation], theirs.recovered[validation]
     values = [a[block] - b[block] for block in a if block in b]
     if len(values) > 1:
-        found: tuple[float, ...] = paired(values)
+        statistics: tuple[float, ...] = paired(values)
     else:
-        found = (values[0] if values else math.nan,)
-    return Difference(ours.label, theirs.label, budget, validation, len(values), *found)
+        statistics = (values[0] if values else math.nan,)
+    return Difference(ours.label, theirs.label, budget, validation, len(values), *statistics)
 
 
 def _adjusted(pairs: Sequence[Difference], family: int) -> list[Difference]:
@@ -173,7 +174,7 @@ def _adjusted(pairs: Sequence[Difference], family: int) -> list[Difference]:
 
     Of a larger ``family``, the p-values that are not known count as 1.
     """
-    found = [each for each in pairs if each.blocks]
-    known = [each.p for each in found if each.p is not None]
-    adjusted = iter(holm([*known, *[1.0] * (family - len(known))]))
-    return [each if each.p is None else replace(each, adjusted=next(adjusted)) for each in found]
+    measured = [each for each in pairs if each.blocks]
+    values = [each.p for each in measured if each.p is not None]
+    adjusted = iter(holm([*values, *[1.0] * (family - len(values))]))
+    return [each if each.p is None else replace(each, adjusted=next(adjusted)) for each in measured]

@@ -40,11 +40,11 @@ def markdown(results: Results) -> str:
 
 def spread(values: Iterable[float], digits: int) -> str:
     """Format values as ``mean ± std``, a single value without ``± std``, and no value as a dash."""
-    known = list(values)
-    if not known:
+    numbers = list(values)
+    if not numbers:
         return "–"
-    deviation = "" if len(known) == 1 else f" ± {np.std(known, ddof=1):.{digits}f}"
-    return f"{np.mean(known):.{digits}f}{deviation}"
+    deviation = "" if len(numbers) == 1 else f" ± {np.std(numbers, ddof=1):.{digits}f}"
+    return f"{np.mean(numbers):.{digits}f}{deviation}"
 
 
 def _ordered(results: Results, table: Sequence[Row]) -> list[Row]:
@@ -91,18 +91,18 @@ def _figures(d: Difference) -> str:
 
 def _origin(results: Results) -> str:
     """Return the list that describes the origin of the figures: commit, hardware, text, checkpoint."""
-    done = [entry for entry in results.runs.values() if entry["status"] == "done"]
+    finished = [entry for entry in results.runs.values() if entry["status"] == "done"]
     experiment: Mapping[str, Any] = results.experiment
     lines = [
-        f"- model {experiment['model']}, {len(done)} runs, seeds {_list(e['seed'] for e in done)}",
-        f"- commit {_list(e['commit'] for e in done)}; {_list(e['hardware'] for e in done)}; torch"
-        f" {_list(e['torch'] for e in done)}; {_list(e['date'] for e in done)}",
+        f"- model {experiment['model']}, {len(finished)} runs, seeds {_list(e['seed'] for e in finished)}",
+        f"- commit {_list(e['commit'] for e in finished)}; {_list(e['hardware'] for e in finished)}; torch"
+        f" {_list(e['torch'] for e in finished)}; {_list(e['date'] for e in finished)}",
         f"- text: {results.data['tokens']:,} training tokens, sha256 {str(results.data['sha256'])[:16]}",
         *(
             f"- warm checkpoint: {facts['steps']} steps, weights sha256 {sha[:16]}"
             for sha, facts in results.warm.items()
         ),
-        f"- runs side by side: {_list(e['side_by_side'] for e in done)}",
+        f"- runs side by side: {_list(e['side_by_side'] for e in finished)}",
         "- gap: validation loss − that of bf16; recovered: 1 − gap / gap of uniform-fp4; mean ± std over runs",
     ]
     return "\n".join(lines)

@@ -80,13 +80,13 @@ def truth_of(
         gemm, column = list(Gemm).index(trial.gemm), formats.index(trial.format.value)
         for name in trial.linears:
             row = names.index(name)
-            own = slice(row, row + 1) if trial.gemm is Gemm.WGRAD else slice(None)
+            rows = slice(row, row + 1) if trial.gemm is Gemm.WGRAD else slice(None)
             noise2 = np.minimum(0.0 if trial.gemm is Gemm.WGRAD else floor2, raw2)
             values = {"drift": raw2 - noise2, "raw_drift": raw2, "floor": noise2}
-            found = {kind: float(np.sqrt(squares[own]).sum()) for kind, squares in values.items()}
+            figures = {kind: float(np.sqrt(squares[rows]).sum()) for kind, squares in values.items()}
             if trial.gemm is Gemm.FPROP:
-                found |= {"loss": float(change), "loss_floor": float(loss_floor)}
-            for kind, value in found.items():
+                figures |= {"loss": float(change), "loss_floor": float(loss_floor)}
+            for kind, value in figures.items():
                 truth[kind][row, gemm, column] = value
     return truth
 

@@ -68,10 +68,10 @@ class WarmCheckpoint:
 
     def _write_hash(self) -> None:
         try:
-            found = weights_sha256(self._weights)
+            sha = weights_sha256(self._weights)
         except Exception as error:  # whatever reading a broken checkpoint raises
             raise ValueError(f"{self._weights}: cannot be hashed ({cut(error)})") from None
-        write_atomically(self.folder / HASHES, dump_json({str(self.warm.steps): found}).encode())
+        write_atomically(self.folder / HASHES, dump_json({str(self.warm.steps): sha}).encode())
 
 
 def warm_checkpoint(experiment: Experiment, data: Data, work: Path) -> WarmCheckpoint:
@@ -136,11 +136,11 @@ def _run(pool: Pool, jobs: Sequence[Job]) -> None:
             failed.append(outcome)
 
     pool.add(jobs)
-    left = pool.run(ended)
+    unfinished = pool.run(ended)
     if failed:
         raise SnipError(f"{failed[0].job.name} failed: {failed[0].error} (log: {failed[0].job.log})", exit_code=1)
-    if left:
-        raise SnipError(f"{left} recordings did not end in time; raise --time-limit", exit_code=1)
+    if unfinished:
+        raise SnipError(f"{unfinished} recordings did not end in time; raise --time-limit", exit_code=1)
 
 
 def _job(warm: WarmCheckpoint, step: int, folder: Path, fmt: str, microbatches: int, logs: Path) -> Job:

@@ -347,10 +347,10 @@ SIDES: dict[str, Callable[[str, int, int], Body]] = {"rank 0": rank_zero, "a ran
 def run_case(side: str, model: str, layers: int, ranks: int) -> Body:
     """Run a case in a process of its own. Returns its result."""
     command = [sys.executable, "-m", "benchmarks.reliability.scale", "--case", json.dumps([side, model, layers, ranks])]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{side}, {model}, {layers} layers: {done.stderr[-2000:]}")
-    result: Body = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(f"{side}, {model}, {layers} layers: {process.stderr[-2000:]}")
+    result: Body = json.loads(process.stdout.splitlines()[-1])
     return {"side": side, "model": model, "layers": layers, "ranks": ranks} | result
 
 

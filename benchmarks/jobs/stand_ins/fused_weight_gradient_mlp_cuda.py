@@ -22,6 +22,6 @@ def wgrad_gemm_accum_fp32(x: Tensor, grad_output: Tensor, main_grad: Tensor) -> 
         RuntimeError: cuBLASLt is missing or has no kernel for these matrices.
     """
     library = cublaslt()
-    given = grad_output.contiguous(), x.contiguous(), main_grad.dtype
-    if library is None or library.multiply(*given, transposed=(True, False), out=main_grad, add=True) is None:
+    operands = grad_output.contiguous(), x.contiguous(), main_grad.dtype
+    if library is None or library.multiply(*operands, transposed=(True, False), out=main_grad, add=True) is None:
         raise RuntimeError("cuBLASLt has no kernel that accumulates")
