@@ -304,7 +304,8 @@ def one_rank(model: str, layers: int, ranks: int) -> Body:
     local_sinks = [LocalSink(1, norm, replicated=True)] * norms + [LocalSink(0, embedding)]
     host: Any = SimpleNamespace(
         groups=groups, local_sinks=local_sinks, optimizer_sharded=True, device=cpu, full_tensor=lambda weight: weight,
-        sinks=tuple(sinks_of(layout.model)), chunks=[], hidden=layout.model.hidden, tokens=layout.tokens, pass_group=1,
+        sinks=tuple(sinks_of(layout.model)), segments=[], hook_input=None, hidden=layout.model.hidden,
+        tokens=layout.tokens, pass_group=1,
         passes_alone=False, gathers_updates=False, shard=None, is_recomputing=lambda: False,
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import BuiltLinear, built_linears, norm_of
 from snip_megatron.planner.layout import microbatches_in_flight
 from snip_megatron.precision import LinearRow, Role
-from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, StreamReader, StreamSegment
+from snip_megatron.runtime.host import Change, Host, LocalSink, StreamReader, StreamSegment
 from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups
 from snip_megatron.sensitivity.table import SinkRow
@@ -44,7 +44,8 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
     return Host(
         groups=groups,
         device=next(model[0].parameters()).device,
-        chunks=[chunk_of(chunk, registry.rows) for chunk in model],
+        segments=[segment for chunk in model for segment in segments_of(chunk, registry.rows)],
+        hook_input=next(filter(None, map(input_hook, model)), None),
         hidden=config.hidden_size,
         shard=TokenShard(*((tp_rank, tp_size, True) if sharded_tokens else (0, 1, tp_rank == 0))),
         sinks=rows,
@@ -70,7 +71,7 @@ def _passes_alone(config: Any) -> bool:
     return all(getattr(config, f"{kind}_parallel_size") == 1 for kind in kinds) and not over_ranks
 
 
-def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
+def segments_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> list[StreamSegment]:
     """Return the sub-blocks of a model chunk, and the places where they read the residual stream.
 
     ``rows`` are the linears of the whole model that a map covers.
@@ -91,10 +92,14 @@ def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
             places.append(StreamReader(linear.reader, index, recomputed=recomputed))
         is_last = linear.id.stack == "mtp" or index == last_sub_block["decoder"]
         segments.append(StreamSegment(places, linear.writer, is_last))
+    return segments
+
+
+def input_hook(chunk: torch.nn.Module) -> Callable[[Change], RemovableHandle] | None:
+    """Return what installs a hook that changes the stream before the first block. None on later chunks."""
     model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
     if not getattr(model, "pre_process", False):
-        return Chunk(segments)
-
+        return None
     # A stage that predicts further tokens embeds its tokens once more for each of them.
     period = 1 + ((getattr(model, "mtp_process", False) and model.config.mtp_num_layers) or 0)
 
@@ -107,7 +112,7 @@ def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
         handle: RemovableHandle = model.embedding.register_forward_hook(hook)
         return handle
 
-    return Chunk(segments, enter)
+    return enter
 
 
 def _sink_rows(rows: Sequence[LinearRow], hidden: int, padded_vocab_size: int) -> tuple[SinkRow, ...]:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from snip_megatron.plain.model import SnipExperts, Structure
 from snip_megatron.precision import LinearRow, Role
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, StreamReader, StreamSegment
+from snip_megatron.runtime.host import Change, Host, LocalSink, StreamReader, StreamSegment
 from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups, group_size
 from snip_megatron.sensitivity.table import SinkRow
@@ -121,7 +121,8 @@ def make_host(structure: Structure, forward: Loss, device: torch.device) -> tupl
     host = Host(
         groups=ProbeGroups(tp=alone, dp=None),
         device=device,
-        chunks=[Chunk([StreamSegment(readers, structure.blocks[-1], is_last=True)], _entry(structure.blocks[0]))],
+        segments=[StreamSegment(readers, structure.blocks[-1], is_last=True)],
+        hook_input=_input_hook(structure.blocks[0]),
         hidden=trace.hidden,
         shard=TokenShard(rank=0, size=1, reports=True),
         sinks=tuple(row for row, _ in sinks),
@@ -135,7 +136,7 @@ def make_host(structure: Structure, forward: Loss, device: torch.device) -> tupl
     return host, tuple(rows.values())
 
 
-def _entry(block: nn.Module) -> Callable[[Change], RemovableHandle]:
+def _input_hook(block: nn.Module) -> Callable[[Change], RemovableHandle]:
     """Return what installs a hook that changes the residual stream before the first block."""
 
     def enter(change: Change) -> RemovableHandle:

@@ -44,17 +44,6 @@ class StreamSegment:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A model chunk of this rank, as its segments of residual streams.
-
-    ``hook_input`` installs a hook that changes the stream before the model's first block. None on other chunks.
-    """
-
-    segments: Sequence[StreamSegment]
-    hook_input: Callable[[Change], RemovableHandle] | None = None
-
-
-@dataclass(frozen=True)
 class LocalSink:
     """This rank's shard of a parameter beside the linears that gradient errors reach."""
 
@@ -70,11 +59,13 @@ class Host:
 
     groups: ProbeGroups  # process groups of the reductions of probes
     device: torch.device  # device of the model on this rank
-    chunks: Sequence[Chunk]  # the model chunks of this rank
+    segments: Sequence[StreamSegment]  # the residual streams on this rank, of all of its model chunks
     hidden: int
     shard: TokenShard  # the tokens of this rank
     sinks: tuple[SinkRow, ...]  # the sinks of the whole model
     local_sinks: Sequence[LocalSink]  # the sinks of this rank
+    # installs a hook that changes the stream before the model's first block. None if that is on another rank
+    hook_input: Callable[[Change], RemovableHandle] | None = None
     optimizer_sharded: bool = False  # whether each rank holds a shard of the optimizer's state
     tokens: int | None = None  # tokens of a microbatch on this rank. None if only the passes tell
     pass_group: int = 1  # A pass runs a multiple of this number of microbatches, if the step has so many

@@ -40,7 +40,7 @@ class ResidualStream:
         self._pairs: list[tuple[Boundary, Boundary]] = []
         self._segments: list[tuple[StreamSegment, list[Boundary]]] = []
         self._sigma, self._draws = 0.0, 0
-        for segment in (segment for chunk in self.host.chunks for segment in chunk.segments):
+        for segment in self.host.segments:
             indices = [reader.boundary for reader in segment.readers]
             boundaries = [
                 Boundary(index, self.host.shard, self.sample_tokens, attempt=self.attempt)
@@ -80,9 +80,8 @@ class ResidualStream:
     def attached(self) -> Iterator[None]:
         """Install the hooks inside this context."""
         with ExitStack() as stack:
-            for chunk in self.host.chunks:  # first, because the first block's boundary records the noise
-                if chunk.hook_input is not None:
-                    stack.callback(chunk.hook_input(self._add_noise).remove)
+            if self.host.hook_input is not None:  # first, because the first block's boundary records the noise
+                stack.callback(self.host.hook_input(self._add_noise).remove)
             for segment, boundaries in self._segments:
                 for reader, boundary in zip(segment.readers, boundaries, strict=False):
                     hook = self._on_input(boundary, reader)

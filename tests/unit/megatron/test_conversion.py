@@ -21,7 +21,7 @@ from torch_attention import TorchAttention
 from snip_megatron.megatron import convert_model
 from snip_megatron.megatron.compat.patches import token_prediction_repair
 from snip_megatron.megatron.conversion import formats_in_use
-from snip_megatron.megatron.host import chunk_of
+from snip_megatron.megatron.host import segments_of
 from snip_megatron.megatron.linears import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
@@ -177,7 +177,7 @@ def test_latent_attention_and_token_prediction_are_converted(monkeypatch: pytest
     assert blocks["decoder.layers.1.mlp.linear_fc1"] == 3
     assert blocks["mtp.layers.0.eh_proj"] == 5  # after the end of the decoder's stream
     assert blocks["mtp.layers.0.mtp_model_layer.mlp.linear_fc2"] == 7
-    segments = chunk_of(chunk, registry.rows).segments
+    segments = segments_of(chunk, registry.rows)
     assert [[reader.boundary for reader in segment.readers] for segment in segments] == [[0, 1, 2, 3], [5, 6, 7]]
     assert [segment.is_last for segment in segments] == [True, True]
 

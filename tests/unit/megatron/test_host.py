@@ -18,7 +18,7 @@ from torch_attention import TorchAttention
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import graphs
-from snip_megatron.megatron.host import MegatronStep, StepCall, _note_losses, chunk_of
+from snip_megatron.megatron.host import MegatronStep, StepCall, _note_losses, input_hook, segments_of
 from snip_megatron.megatron.model_linears import ModelLinears, built_linears
 from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.precision import LinearRow
@@ -103,8 +103,8 @@ def rows_of(model: GPTModel) -> tuple[LinearRow, ...]:
 
 
 def new_stream(model: GPTModel) -> ResidualStream:
-    chunks = [chunk_of(model, rows_of(model))]
-    host = Host(ProbeGroups(None, None), torch.device("cpu"), chunks, HIDDEN, WHOLE, sinks=(), local_sinks=())
+    segments = segments_of(model, rows_of(model))
+    host = Host(ProbeGroups(None, None), torch.device("cpu"), segments, HIDDEN, WHOLE, (), (), input_hook(model))
     return ResidualStream(host, StepContext(step=4), sample_tokens=10_000, seed=6)
 
 
@@ -147,7 +147,7 @@ def test_tokens_that_are_embedded_again_get_no_noise(model: GPTModel, monkeypatc
     """For the prediction of two further tokens on the same stage."""
     monkeypatch.setattr(model, "mtp_process", True)
     monkeypatch.setattr(model.config, "mtp_num_layers", 2)
-    enter = chunk_of(model, rows_of(model)).hook_input
+    enter = input_hook(model)
     handle = enter(lambda out: out + 1)
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
     seen = [model.embedding(tokens(0)[:, 1:], positions) for _ in range(6)]
