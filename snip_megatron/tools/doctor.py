@@ -84,6 +84,11 @@ def attempt(name: str, check: Callable[[], Check], advice: str) -> Check:
         return Check("fail", name, first_line(error), advice)
 
 
+def noted(name: str, result: str, advice: str, *, is_good: bool) -> Check:
+    """Return a check that is ok, or a note with its advice if the result is not good."""
+    return Check("ok", name, result) if is_good else Check("note", name, result, advice)
+
+
 # -- the command ---------------------------------------------------------------------------------------------------
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip doctor``."""
@@ -258,10 +263,9 @@ def check_times(card: str) -> Check:
     except NoTableError:
         advice = "for snip plan, in a minute: snip calibrate --out FILE.json"
         return Check("note", "times", f"the package has no table of {card}", advice)
-    if device != card:
-        result = f"the package has those of {device}, the nearest relative"
-        return Check("note", "times", result, "those of this card, in a minute: snip calibrate --out FILE.json")
-    return Check("ok", "times", f"the package has those of {device}")
+    result = f"the package has those of {device}" + ("" if device == card else ", the nearest relative")
+    advice = "those of this card, in a minute: snip calibrate --out FILE.json"
+    return noted("times", result, advice, is_good=device == card)
 
 
 def check_backends() -> Iterator[Check]:
@@ -308,35 +312,26 @@ def _check_host_path() -> Iterator[Check]:
     from snip_megatron.numerics.quantize.kernels.replay import replay_extension
 
     extension, reason = replay_extension()
-    if extension is not None:
-        yield Check("ok", "host path", reason)
-    else:
-        advice = "install a C++ compiler (g++); without it the results are the same, and small linears take longer"
-        yield Check("note", "host path", reason, advice)
+    advice = "install a C++ compiler (g++); without it the results are the same, and small linears take longer"
+    yield noted("host path", reason, advice, is_good=extension is not None)
 
 
 # -- host ----------------------------------------------------------------------------------------------------------
 def check_host(directory: Path) -> Iterator[Check]:
     """Check CPU cores, solver, Megatron, process group, shared memory, and the ``directory`` of future runs."""
     cores = len(os.sched_getaffinity(0))
-    if cores < 2:
-        yield Check("note", "cpu", f"{cores} core", "the solver process shares it with training: give rank 0 one more")
-    else:
-        yield Check("ok", "cpu", f"{cores} cores")
+    advice = "the solver process shares it with training: give rank 0 one more"
+    yield noted("cpu", f"{cores} core{'s' * (cores > 1)}", advice, is_good=cores > 1)
     yield attempt("solver", _check_solver, "reinstall the pinned ortools")
     yield attempt("megatron", _check_megatron, f"install an unpatched {MEGATRON}")
     yield attempt("process group", _check_process_group, "check the driver and the network interface")
     yield check_disk(directory)
-    path = Path("/dev/shm")
-    if not path.exists():
+    if not Path("/dev/shm").exists():
         yield Check("note", "shared memory", "no /dev/shm", "data loader workers and NCCL use it")
         return
-    free = shutil.disk_usage(path).free
-    result = f"{free / 2**30:.1f} GiB free"
-    if free < _LOW_SHARED_MEMORY_BYTES:
-        yield Check("note", "shared memory", result, "containers: start them with a larger --shm-size (or --ipc=host)")
-    else:
-        yield Check("ok", "shared memory", result)
+    free = shutil.disk_usage("/dev/shm").free
+    advice = "containers: start them with a larger --shm-size (or --ipc=host)"
+    yield noted("shared memory", f"{free / 2**30:.1f} GiB free", advice, is_good=free >= _LOW_SHARED_MEMORY_BYTES)
 
 
 def _check_solver() -> Check:
@@ -394,7 +389,5 @@ def check_disk(directory: Path) -> Check:
     except OSError as error:
         result = f"no folder can be made at {path} ({error.strerror})"
         return Check("fail", "disk", result, "give --dir a directory that this user can write")
-    result = f"{free / 2**30:.0f} GiB free at {existing}"
-    if free < _LOW_DISK_BYTES:
-        return Check("note", "disk", result, "a checkpoint takes 14 to 18 bytes a parameter, a run directory some MB")
-    return Check("ok", "disk", result)
+    advice = "a checkpoint takes 14 to 18 bytes a parameter, a run directory some MB"
+    return noted("disk", f"{free / 2**30:.0f} GiB free at {existing}", advice, is_good=free >= _LOW_DISK_BYTES)
