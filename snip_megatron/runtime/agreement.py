@@ -318,7 +318,11 @@ def _verdict(reports: Sequence[_Report], first: Table, *, settles: bool) -> _Ver
     if not differing:
         return None
     if settles and all(report.differences.keys() <= {_LIBRARY} for report in reports):
-        return _slowest_library([report.differences.get(_LIBRARY, first[_LIBRARY]) for report in reports], reports)
+        libraries = [report.differences.get(_LIBRARY, first[_LIBRARY]) for report in reports]
+        rank = next(rank for rank, library in enumerate(libraries) if library != _FASTEST)
+        where = f"rank {rank} ({reports[rank].host})"
+        line = f"{_FASTEST} is switched off on all ranks, because {where} cannot load it: cuBLASLt multiplies"
+        return _Verdict(line, 0, rank, "cublas")
     rank = differing[0]
     (name, value), *further = reports[rank].differences.items()
     line = f"ranks differ: on rank {rank} ({reports[rank].host}) {name} is {value}, on rank 0 ({reports[0].host})"
@@ -326,13 +330,6 @@ def _verdict(reports: Sequence[_Report], first: Table, *, settles: bool) -> _Ver
     if further:
         line += f"; {cut(', '.join(name for name, _ in further))} differ{'s' * (len(further) == 1)} too"
     return _Verdict(line + _others("differences", reports, differing[1:]), EXIT_DISAGREEMENT, rank)
-
-
-def _slowest_library(libraries: Sequence[str], reports: Sequence[_Report]) -> _Verdict:
-    rank = next(rank for rank, library in enumerate(libraries) if library != _FASTEST)
-    host = reports[rank].host
-    line = f"{_FASTEST} is switched off on all ranks, because rank {rank} ({host}) cannot load it: cuBLASLt multiplies"
-    return _Verdict(line, 0, rank, "cublas")
 
 
 def _others(what: str, reports: Sequence[_Report], ranks: Sequence[int]) -> str:

@@ -136,7 +136,10 @@ def _blame(passes: Passes, place: Place, state: StateCheck) -> Blame:
         plain, rounded = results["bf16"], results.get("reference", results["kernels"])
         rise = passes.rise(rounded.losses, plain.losses)
         suspects = Suspects(passes, effects.reduced(), sqnr_over_ranks(check.sqnr))
-        blame = dataclasses.replace(blame, harm=suspects.harm, thresholds=_thresholds(rise))
+        limits = {f"error_of_{bits}_bits": limit for bits, limit in LIMIT.items()} | {"ratio": RATIO}
+        measured = {"rise": rise.mean if math.isfinite(rise.mean) else 1e3, "rise_error": rise.error}
+        thresholds = measured | {"healthy_rise": rise.healthy} | limits
+        blame = dataclasses.replace(blame, harm=suspects.harm, thresholds=thresholds)
     if fault is not None:
         gemm = "" if fault.gemm is None else f":{fault.gemm}"
         reason = f"{fault.linear}{gemm} on rank {fault.rank} is not what its inputs give: {fault.where}"
@@ -157,13 +160,6 @@ def _blame(passes: Passes, place: Place, state: StateCheck) -> Blame:
         expert, shard = worst_part(errors)
         culprits[index] = dataclasses.replace(culprits[index], expert=expert, shard=shard)
     return dataclasses.replace(blame, culprits=tuple(culprits), bisection=tuple(trials))
-
-
-def _thresholds(rise: Rise) -> dict[str, float]:
-    """Return the measured rise of the loss, and the limits of the verdict."""
-    rise_of_loss = rise.mean if math.isfinite(rise.mean) else 1e3
-    limits = {f"error_of_{bits}_bits": limit for bits, limit in LIMIT.items()}
-    return {"rise": rise_of_loss, "rise_error": rise.error, "healthy_rise": rise.healthy, "ratio": RATIO, **limits}
 
 
 def _verdict(figures: Mapping[str, PassFigures], rise: Rise, suspects: Suspects) -> tuple[str, str]:
@@ -216,11 +212,13 @@ class Suspects:
         self.harmed = outliers(errors, {key: format_of[key].bits for key in errors}, operands)
         energy = {key: min(errors.get(key, 0.0), 1e3) ** 2 for key in effects}
         total = sum(energy.values()) or 1.0
+        # The rise of the loss by the error of one fprop, to second order by the Fisher information.
+        first, second = passes.scale, 0.5 * passes.tokens * passes.scale**2
         self.harm = tuple(
             Harm(
                 *key, format_of[key].value, energy[key] / total, sqnr.get(key),
                 _finite(effect.mse / max(effect.count, 1.0)), _finite(effect.underflow / max(effect.count, 1.0)),
-                _finite(_rise_of(effect, passes)), min(errors.get(key, 0.0), 1e3),
+                _finite(first * effect.loss + second * effect.fisher), min(errors.get(key, 0.0), 1e3),
             )
             for key, effect in effects.items()
         )  # fmt: skip
@@ -250,11 +248,6 @@ class Suspects:
         if by_loss:  # no other GEMM changes the loss of its own step
             quantised = [harm for harm in quantised if harm.gemm == Gemm.FPROP.value]
         return sorted(quantised, key=worst_first)
-
-
-def _rise_of(effect: Effect, passes: Passes) -> float:
-    """Return the rise of the loss by the error of one fprop, to second order by the Fisher information."""
-    return passes.scale * effect.loss + 0.5 * passes.tokens * passes.scale**2 * effect.fisher
 
 
 def _error(effect: Effect) -> float:

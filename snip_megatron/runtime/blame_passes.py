@@ -165,7 +165,9 @@ class Passes:
 
     def rise(self, losses: Losses, plain: Losses) -> Rise:
         """Return by how much the mean loss of a token is above that of ``plain``."""
-        rows, healthy = [], self._healthy_rise()
+        rows, formats = [], self.job.formats
+        bits = [formats.format_of(name, Gemm.FPROP).bits for name in self.registry.names]
+        healthy = sum(HEALTHY_RISE[each] for each in bits) / len(bits)
         for (loss, weight), (base, _) in zip(losses, plain, strict=True):
             rise = loss.double() - base.double()
             terms = weight.double(), weight * rise, weight * rise.square(), weight * base.double()
@@ -192,10 +194,6 @@ class Passes:
         for row in rows if self.host.groups.tp_rank == 0 else ():
             sums += row
         return list(all_reduced(sums).tolist())
-
-    def _healthy_rise(self) -> float:
-        fprops = [self.job.formats.format_of(name, Gemm.FPROP).bits for name in self.registry.names]
-        return sum(HEALTHY_RISE[bits] for bits in fprops) / len(fprops)
 
 
 class TimedWatcher(Watcher):

@@ -482,20 +482,12 @@ def defaults(
     if "budget" not in options:
         saves = bool(multiplied) and nats and set(options.get("formats", recipe)) <= set(multiplied)
         values["budget"] = SHARE if not saves else FASTEST if mock else LOSS
-        if values["budget"] is LOSS and has_end and not _has_one_phase(options):
+        has_updates = options.get("update_interval", 1) and not {"map", "replay"} & set(options)
+        if values["budget"] is LOSS and has_end and has_updates and options.get("granularity", "gemm") == "gemm":
             values["schedule"] = "auto"
     kind = {**values, **options}["budget"].kind
     values["formats"] = candidates(kind, None if options.get("timings") == "flops" else backend, recipe)
     return values
-
-
-def _has_one_phase(options: Mapping[str, Any]) -> bool:
-    """Return whether the options exclude phases."""
-    return (
-        not options.get("update_interval", 1)
-        or options.get("granularity", "gemm") != "gemm"
-        or any(name in options for name in ("map", "replay"))
-    )
 
 
 def dominated(budget: Budget, formats: tuple[str, ...], backend: str | None, *, times: bool = True) -> str | None:

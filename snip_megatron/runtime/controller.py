@@ -449,7 +449,7 @@ class Controller:
             self._event(step, "skipped", reason="the previous update is still undecided")
             return
         due = step + self.config.lag
-        if not self._schedule.trains_at(due):
+        if self.timeline is not None and due >= self.timeline.last:
             self.state.postponed = due  # of a resumed run that trains longer
             self._event(step, "skipped", reason=f"training ends before step {due}, at which its map would be adopted")
             self._say(f"step {step}: no update, because training ends before its map would be adopted, at step {due}")

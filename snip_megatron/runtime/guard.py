@@ -107,31 +107,28 @@ class Guard:
         """
         if not self._steps:
             return None
-        on_probation = self.state.probation is not None and figures.step >= self.state.probation
+        state = self.state
+        on_probation = state.probation is not None and figures.step >= state.probation
         if on_probation and figures.broken:
             return Alarm(figures.step, "the loss or the gradient norm is not finite", figures.loss, None)
         limit = self._limit()
         spike = figures.loss is not None and limit is not None and figures.loss > limit
         if on_probation:
-            self.state.strikes = self.state.strikes + 1 if spike else 0
-            if self.state.strikes >= _PATIENCE:
-                reason = f"{self.state.strikes} losses in a row above {limit:.4g}"
+            state.strikes = state.strikes + 1 if spike else 0
+            if state.strikes >= _PATIENCE:
+                reason = f"{state.strikes} losses in a row above {limit:.4g}"
                 return Alarm(figures.step, reason, figures.loss, limit)
-        elif spike and self.state.probation is None:
-            self.state.spikes += 1
-            if self.state.spikes >= WINDOW:
-                self.state.losses = ()
+        elif spike and state.probation is None:
+            state.spikes += 1
+            if state.spikes >= WINDOW:
+                state.losses = ()
         elif figures.loss is not None and not figures.broken and not spike:
-            self.state.spikes = 0
-            self.state.losses = (*self.state.losses, figures.loss)[-WINDOW:]
-        self._end_probation(figures.step, in_force)
-        return None
-
-    def _end_probation(self, step: int, in_force: PrecisionMap | None) -> None:
-        state = self.state
-        if state.probation is not None and not state.strikes and step >= state.probation + self._steps - 1:
+            state.spikes = 0
+            state.losses = (*state.losses, figures.loss)[-WINDOW:]
+        if state.probation is not None and not state.strikes and figures.step >= state.probation + self._steps - 1:
             state.good, state.probation, state.bar, state.refusals = in_force, None, None, 0
             state.losses = ()  # the next map is compared with losses under this map
+        return None
 
     def _limit(self) -> float | None:
         losses = self.state.losses

@@ -194,12 +194,10 @@ def _plan(job: SolveJob, solution: Solution, scores: Mapping[str, Any]) -> Preci
     """Return the plan of a solution. Each map has its loss over a whole run, which the guard compares."""
     assert job.request.phases is not None
     plan = solution.to_plan(job.request.phases.begins, job.request.version)
-
-    def with_loss(phase: PlanPhase) -> PlanPhase:
-        loss = _sum_of_scores(phase.precision_map, scores, "q")
-        return PlanPhase(phase.begin, dataclasses.replace(phase.precision_map, loss=loss))
-
-    return dataclasses.replace(plan, phases=tuple(map(with_loss, plan.phases)))
+    maps = [phase.precision_map for phase in plan.phases]
+    with_loss = [dataclasses.replace(each, loss=_sum_of_scores(each, scores, "q")) for each in maps]
+    phases = (PlanPhase(phase.begin, each) for phase, each in zip(plan.phases, with_loss, strict=True))
+    return dataclasses.replace(plan, phases=tuple(phases))
 
 
 # -- the process -----------------------------------------------------------------------------------------------------

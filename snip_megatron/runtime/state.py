@@ -70,11 +70,6 @@ class BudgetSpent(JsonFields):
         self.shares += steps * share
         self.times += steps / (precision_map.speedup or 1.0)
 
-    @property
-    def next_step(self) -> int:
-        """The step after the last one that counts, or an earlier one if training has left out steps."""
-        return self.origin + self.steps
-
     def average(self, *, timed: bool) -> float:
         """Return the mean fp4 share, or with ``timed`` the harmonic mean of the speedups. 0 without steps."""
         if not self.steps:
@@ -165,10 +160,6 @@ class ScheduleState:
     share: Callable[[PrecisionMap], float]  # returns the fp4 share of a map
     _entered: int | None = None  # first step of the phase whose map is in force
 
-    def trains_at(self, step: int) -> bool:
-        """Return whether training goes on at ``step``, as far as its end is known."""
-        return self.timeline is None or step < self.timeline.last
-
     @property
     def spent(self) -> BudgetSpent:
         """What past steps have spent. :meth:`begin` sets it."""
@@ -183,7 +174,7 @@ class ScheduleState:
         ``plan_moved``. None if the end is the same.
         """
         state, timeline = self.state, self.timeline
-        if state.spent is None or state.spent.next_step > step:
+        if state.spent is None or state.spent.origin + state.spent.steps > step:
             state.spent = BudgetSpent(step)
             state.plan = None
         before, state.spent.last = state.spent.last, None if timeline is None else timeline.last
