@@ -123,8 +123,8 @@ def in_memory(experts: Any, *, backwards: bool) -> None:
 def test_rows_are_padded_once_an_mlp(backwards: bool, fused: bool) -> None:
     """Grouped kernels need multiples of 128 rows. Weights in memory from the last expert on get rows in that order."""
     chunk, registry = converted(Format.FP8, params_dtype=torch.bfloat16, bias_activation_fusion=fused, **SWIGLU)
-    for handle in registry:  # the fastest formats of experts; wgrad in fp8 runs expert by expert
-        handle.state.formats = (Format.FP8, Format.FP8, Format.BF16 if fused else Format.FP8)
+    for handle in registry:
+        handle.state.formats = (Format.FP8, Format.FP8, Format.FP8)
     experts, activations = chunk.decoder.layers[0].mlp.experts, Noting()
     registry.context.backend = hopper(activations=activations, groups=emulated_grouped)
     in_memory(experts, backwards=backwards)

@@ -133,10 +133,12 @@ class GroupLoop:
     Attributes:
         pads: whether the number of rows of every expert must be a multiple of the width of a tile.
         in_one_launch: formats whose fprop and dgrad of all experts are one launch.
+        wgrad_in_one_launch: formats whose wgrad of all experts is one launch.
     """
 
     pads = False
     in_one_launch: frozenset[Format] = frozenset()
+    wgrad_in_one_launch: frozenset[Format] = frozenset()
 
     def __init__(self, quantize: Callable[..., OperandPair], multiply: Callable[..., Tensor]) -> None:
         self._quantize = quantize
@@ -158,7 +160,7 @@ class GroupLoop:
     def takes_device_rows(self, formats: Formats) -> bool:
         """Return whether the three GEMMs of a linear in ``formats`` take :class:`DeviceRows`: each is one launch."""
         *input_formats, wgrad = formats
-        return wgrad is Format.BF16 and self.in_one_launch.issuperset(input_formats)
+        return wgrad in self.wgrad_in_one_launch and self.in_one_launch.issuperset(input_formats)
 
     def quantize_weights(
         self, weights: Sequence[Tensor], spec: OperandSpec, cached: CachedPair | None = None

@@ -1,15 +1,15 @@
 """Grouped products of all experts on a Hopper GPU: one launch for each product.
 
-DeepGEMM multiplies fp8 and fp4 in tiles and blocks. A Triton kernel (:mod:`numerics.products.grouped_wgrad`) adds a
-wgrad of bf16 to the FP32 gradients of all experts, which follow each other in Megatron's buffers. torch multiplies bf16
-otherwise: DeepGEMM was 3 to 18 % faster in fprop and dgrad of four models on an H100
-(``experts_h100_2026-11-26.json``), of which maps of the solver keep one at most in bf16, but compiles each kernel with
-nvcc for ten seconds, before a training's first step.
+DeepGEMM multiplies fp8 and fp4 in tiles and blocks. Triton kernels (:mod:`numerics.products.grouped_wgrad`) add wgrads
+of bf16, fp8 and fp4 to the FP32 gradients of all experts, which follow each other in Megatron's buffers. If experts
+have many rows, cuBLASLt adds wgrads in fp8 and fp4, expert by expert. torch multiplies bf16 otherwise: DeepGEMM was 3
+to 18 % faster in fprop and dgrad of four models on an H100 (``experts_h100_2026-11-26.json``), of which maps of the
+solver keep one at most in bf16, but compiles each kernel with nvcc for ten seconds, before a training's first step.
 
-Other formats run expert by expert, and so does wgrad in fp8 and fp4: ``k_grouped_fp8_gemm_nt_contiguous`` of DeepGEMM
-0.1.4 gave other sums in every run on an H100 where some experts had no or few rows (tests/gpu/test_grouped_gpu.py). It
-overwrites the one tensor map of a multiprocessor at the next expert while loads of the expert before may still read it
-(deepseek-ai/DeepGEMM, issue 365 and pull request 343).
+Other formats run expert by expert. ``k_grouped_fp8_gemm_nt_contiguous`` of DeepGEMM 0.1.4, a wgrad in fp8, gave other
+sums in every run on an H100 where some experts had no or few rows. It overwrites the one tensor map of a multiprocessor
+at the next expert while loads of the expert before may still read it (deepseek-ai/DeepGEMM, issue 365 and pull request
+343).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 from snip_megatron.numerics.products.deepgemm import run
-from snip_megatron.numerics.products.grouped import GroupLoop, Rows, rows_of
+from snip_megatron.numerics.products.grouped import GroupLoop, GroupRows, Rows, rows_of
+from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.operands import TILED, CachedPair, Operand, OperandPair, OperandSpec
 from snip_megatron.precision import Format, FormatPair, Gemm
 
 grouped_mm: Callable[..., Tensor] = torch._grouped_mm
+_MANY = 4096
+"""Rows an expert, on average, from which on cuBLASLt adds wgrads in fp8 and fp4, expert by expert."""
 
 
 class RowsOperand(NamedTuple):
@@ -54,32 +57,39 @@ class HopperGroups(GroupLoop):
         self._backend = backend
         self._tiled = frozenset(() if backend.groups is None else TILED)
         self.in_one_launch = self._tiled | {Format.BF16}
+        self.wgrad_in_one_launch = frozenset((*TILED, Format.BF16))
 
     def quantize_rows(self, x: Tensor, splits: Sequence[int] | Rows, spec: OperandSpec) -> OperandPair:
-        """See the base class. Tiles along K know no experts: all rows are one matrix with one key of dgrad."""
-        x, (first, second) = x.contiguous(), spec.formats
-        row: Any = x if first is Format.BF16 else None
-        if first in self._tiled:
-            row, _ = self._quantize(x, OperandSpec(first, None, keys=spec.keys))
-        operands = _of_experts((row, x if second is Format.BF16 else None), splits, x.device)
-        by_expert = None if row is not None else first, None if second is Format.BF16 else second
-        if by_expert == (None, None):
+        """See the base class. A tile is of one expert: all rows are one matrix with one key for each GEMM."""
+        x, tiled = x.contiguous(), self._in_tiles(spec)
+        row, col = (None, None) if tiled.formats == (None, None) else self._quantize(x, tiled)
+        pair = _plain(x, spec.rowwise, row), _plain(x, spec.columnwise, col)
+        operands = _of_experts(pair, splits, x.device)
+        others = [fmt if operand is None else None for fmt, operand in zip(spec.formats, operands, strict=True)]
+        if others == [None, None]:
             return operands
-        spec = spec._replace(rowwise=by_expert[0], columnwise=by_expert[1])
-        return _either(operands, super().quantize_rows(x, splits, spec))
+        by_expert = spec._replace(rowwise=others[0], columnwise=others[1])
+        return _either(operands, super().quantize_rows(x, splits, by_expert))
+
+    def _in_tiles(self, spec: OperandSpec) -> OperandSpec:
+        """Return the spec without the operands that products of all experts do not read in tiles."""
+        return spec.only(TILED)._replace(rowwise=spec.rowwise if spec.rowwise in self._tiled else None)
 
     def quantize_unpadded(self, x: Tensor, rows: Rows, spec: OperandSpec) -> OperandPair:
         """See the base class. Where formats allow it, no padded copy is made: kernels find the rows of each expert."""
         first, second = spec.formats
-        if first not in self._tiled or second not in (Format.BF16, None):
+        if first not in self._tiled or not (second is None or second in self.wgrad_in_one_launch):
             return super().quantize_unpadded(x, rows, spec)
         x = x.contiguous()
-        row, _ = self._quantize(x, OperandSpec(first, None, keys=spec.keys), None, rows.map)
-        return RowsOperand(row, rows), None if second is None else RowsOperand(x, rows, unpadded=True)
+        row, col = self._quantize(x, self._in_tiles(spec), None, rows.map)
+        plain = second is Format.BF16
+        of_wgrad = None if second is None else RowsOperand(x if plain else col, rows, unpadded=plain)
+        return RowsOperand(row, rows), of_wgrad
 
     def fuses_swiglu(self, formats: FormatPair) -> bool:
-        """See the base class. Wgrad in fp8 and fp4 takes operands that are apart for every expert."""
-        return self._backend.fuses_swiglu and formats[0] in self.in_one_launch and formats[1] in (Format.BF16, None)
+        first, second = formats
+        one_launch = first in self.in_one_launch and (second is None or second in self.wgrad_in_one_launch)
+        return self._backend.fuses_swiglu and one_launch
 
     def swiglu(self, y: Tensor, probs: Tensor, splits: Sequence[int] | Rows, spec: OperandSpec) -> OperandPair:
         return _of_experts(self._backend.swiglu(y, None, spec, probs), splits, y.device)
@@ -137,22 +147,26 @@ class HopperGroups(GroupLoop):
     def accumulate(self, g: Any, x: Any, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
         if not isinstance(g, RowsOperand):
             return super().accumulate(g, x, out)
-        left, right, stack = g.matrix, x.matrix, None if out is None else stacked(out)
-        assert isinstance(left, Tensor)
-        assert isinstance(right, Tensor)
-        in_place = stack is not None and stack.dtype is torch.float32
+        left, right, rows, stack = g.matrix, x.matrix, g.rows, None if out is None else stacked(out)
+        if isinstance(left, Operand) and isinstance(rows, GroupRows) and rows.unpadded >= _MANY * len(rows):
+            return super().accumulate(_experts_apart(left, rows), _experts_apart(right, rows), out)
+        in_place, table = stack is not None and stack.dtype is torch.float32, rows.map.table
         if stack is None or not in_place:
-            stack = torch.zeros(len(g.rows), left.shape[1], right.shape[1], device=left.device)
-        self._backend.add_wgrad(left, right, g.rows.map.table, (g.unpadded, x.unpadded), stack)
+            n, k = (each.rows if isinstance(each, Operand) else each.shape[1] for each in (left, right))
+            stack = torch.zeros(len(rows), n, k, device=table.device)
+        self._backend.add_wgrad(left, right, table, (g.unpadded, x.unpadded), stack)
         if out is not None and not in_place:
             torch._foreach_add_(list(out), list(stack.unbind(0)))
         return stack.unbind(0) if out is None else out
 
 
-def add_wgrad(g: Tensor, x: Tensor, table: Tensor, unpadded: tuple[bool, bool], out: Tensor) -> None:
+def add_wgrad(
+    g: Tensor | Operand, x: Tensor | Operand, table: Tensor, unpadded: tuple[bool, bool], out: Tensor
+) -> None:
     """Add Gᵀ·X of every expert to ``out``: the reference of :func:`.grouped_wgrad.add_wgrad`, with its arguments."""
+    matrices = [each.dequantize().t() if isinstance(each, Operand) else each.float() for each in (g, x)]
     for *first, count, _, grad in zip(*table.tolist(), out, strict=True):
-        left, right = (t[first[side] :][:count].float() for t, side in zip((g, x), unpadded, strict=True))
+        left, right = (t[first[side] :][:count] for t, side in zip(matrices, unpadded, strict=True))
         grad += left.t() @ right
 
 
@@ -167,6 +181,18 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
         return None
     shape = (len(tensors), *first.shape)
     return first.detach().as_strided(shape, (first.numel(), *first.stride()))
+
+
+def _plain(x: Tensor, fmt: Format | None, operand: Any) -> Any:
+    """Return the matrix itself as an operand in bf16, else ``operand``."""
+    return x if fmt is Format.BF16 else operand
+
+
+def _experts_apart(operand: Operand, rows: Sequence[int]) -> list[Operand]:
+    """Return the parts of an operand of wgrad that belong to each expert, as views."""
+    values = torch.split(operand.values, list(rows), 1)
+    scales = torch.split(operand.scale, [count // TILE for count in rows], 1)
+    return [Operand(part, scale, "tile", count) for part, scale, count in zip(values, scales, rows, strict=True)]
 
 
 def _either(pair: OperandPair, by_expert: OperandPair) -> OperandPair:

@@ -1,10 +1,13 @@
 # mypy: ignore-errors
 # Device code: Triton's values have no static types.
-"""Wgrad of all experts in bf16, added to FP32 gradients in one launch, in Triton.
+"""Wgrad of all experts in bf16, or in fp8 and fp4, added to FP32 gradients in one launch, in Triton.
 
 Experts have few rows, so that reading and writing FP32 gradients takes most of the time. Libraries run one program on
 each multiprocessor, which multiplies nothing while it adds. Here two run on each, and one multiplies while the other
-adds. :func:`snip_megatron.numerics.products.grouped_hopper.add_wgrad` is the reference.
+adds. :mod:`snip_megatron.numerics.products.grouped_hopper` has the references.
+
+Tiles of 128 rows belong to one expert, because its rows are padded to a multiple of 128. The tensor cores add the
+products of a tile, and FP32 units scale and add the sums of tiles.
 """
 
 import torch
@@ -12,10 +15,37 @@ import triton
 import triton.language as tl
 
 from snip_megatron.numerics.quantize.kernels.launch import launch
+from snip_megatron.numerics.quantize.operands import Operand
 
-_DEPTH, _GROUP = 64, 8
+_DEPTH, _GROUP, _TILE = 64, 8, 128
 _FEW = 1024
 """Rows an expert, on average, from which on products take longer than gradients."""
+
+
+@triton.jit
+def _place(N, K, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
+    """Return the expert of this program, and the first row and column of its part of the gradient."""
+    program = tl.program_id(0)
+    down, across = N // BN, K // BK
+    expert, tile = program // (down * across), program % (down * across)
+    group = tile // (GROUP * across)
+    height = tl.minimum(down - group * GROUP, GROUP)
+    return expert, (group * GROUP + (tile % (GROUP * across)) % height) * BN, ((tile % (GROUP * across)) // height) * BK
+
+
+@triton.jit
+def _gradient(grad_ptr, expert, n, k, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """Return the addresses of this program's part of the gradient, [BN, BK]."""
+    rows, cols = n + tl.arange(0, BN), k + tl.arange(0, BK)
+    return grad_ptr + expert.to(tl.int64) * N * K + rows[:, None] * K + cols[None, :]
+
+
+@triton.jit
+def _store(out, total, FIRST: tl.constexpr):
+    if FIRST:
+        tl.store(out, total)
+    else:  # one program adds to an element, so that the sum has one order; nothing waits for what was there
+        tl.atomic_add(out, total, sem="relaxed")
 
 
 @triton.jit
@@ -37,13 +67,7 @@ def grouped_wgrad_kernel(
     ``table`` has the first row, padded and not, and the number of rows of each expert. A matrix ends, for a program,
     with the rows of its expert, so that loads of rows beyond give zeros.
     """
-    program = tl.program_id(0)
-    down, across = N // BN, K // BK
-    expert, tile = program // (down * across), program % (down * across)
-    group = tile // (GROUP * across)
-    height = tl.minimum(down - group * GROUP, GROUP)
-    n = (group * GROUP + (tile % (GROUP * across)) % height) * BN
-    k = ((tile % (GROUP * across)) // height) * BK
+    expert, n, k = _place(N, K, BN, BK, GROUP)
     g_first = tl.load(table_ptr + g_unpadded * experts + expert)
     x_first = tl.load(table_ptr + x_unpadded * experts + expert)
     count = tl.load(table_ptr + 2 * experts + expert)
@@ -51,8 +75,7 @@ def grouped_wgrad_kernel(
     if steps > 0:
         g = tl.make_tensor_descriptor(g_ptr, [g_first + count, N], [N, 1], [DEPTH, BN])
         x = tl.make_tensor_descriptor(x_ptr, [x_first + count, K], [K, 1], [DEPTH, BK])
-        rows, cols = n + tl.arange(0, BN), k + tl.arange(0, BK)
-        out = grad_ptr + expert.to(tl.int64) * N * K + rows[:, None] * K + cols[None, :]
+        out = _gradient(grad_ptr, expert, n, k, N, K, BN, BK)
         total = tl.load(out) if FIRST else tl.zeros((BN, BK), tl.float32)
         if GPU:
             for step in range(steps):
@@ -61,25 +84,64 @@ def grouped_wgrad_kernel(
             while steps > 0:
                 steps -= 1
                 total = _product(g, x, g_first + steps * DEPTH, x_first + steps * DEPTH, n, k, total, GPU)
-        if FIRST:
-            tl.store(out, total)
-        else:  # one program adds to an element, so that the sum has one order; nothing waits for what was there
-            tl.atomic_add(out, total, sem="relaxed")
+        _store(out, total, FIRST)
+
+
+@triton.jit
+def _tile_product(g, x, g_scale, x_scale, tile, n, k, N, K, total, TILE: tl.constexpr, GPU: tl.constexpr):
+    left, right = g.load([n, tile * TILE]), x.load([k, tile * TILE])
+    if not GPU:  # the interpreter would multiply the bits of E4M3 numbers
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    left_scale, right_scale = tl.load(g_scale + tile * N), tl.load(x_scale + tile * K)
+    return total + tl.dot(left, tl.trans(right)) * (left_scale[:, None] * right_scale[None, :])
+
+
+@triton.jit(do_not_specialize=["experts", "tiles"])
+def grouped_tiled_wgrad_kernel(
+    g_ptr, g_scale_ptr, x_ptr, x_scale_ptr, table_ptr, grad_ptr, N, K, experts, tiles,
+    BN: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr,
+    GPU: tl.constexpr,
+):  # fmt: skip
+    """Add G·Xᵀ of one expert to its gradient [N, K]: G [N, tiles · TILE] and X [K, tiles · TILE] in E4M3, with scales
+    [tiles, N] and [tiles, K] in memory. An expert has whole tiles.
+    """
+    expert, n, k = _place(N, K, BN, BK, GROUP)
+    first = tl.load(table_ptr + expert) // TILE
+    steps = tl.cdiv(tl.load(table_ptr + 2 * experts + expert), TILE)
+    if steps > 0:
+        depth = tiles * TILE
+        g = tl.make_tensor_descriptor(g_ptr, [N, depth], [depth, 1], [BN, TILE])
+        x = tl.make_tensor_descriptor(x_ptr, [K, depth], [depth, 1], [BK, TILE])
+        g_scale, x_scale = g_scale_ptr + n + tl.arange(0, BN), x_scale_ptr + k + tl.arange(0, BK)
+        out = _gradient(grad_ptr, expert, n, k, N, K, BN, BK)
+        total = tl.load(out) if FIRST else tl.zeros((BN, BK), tl.float32)
+        if GPU:
+            for step in range(steps):
+                total = _tile_product(g, x, g_scale, x_scale, first + step, n, k, N, K, total, TILE, GPU)
+        else:  # the interpreter counts to no number that it loaded
+            while steps > 0:
+                steps -= 1
+                total = _tile_product(g, x, g_scale, x_scale, first + steps, n, k, N, K, total, TILE, GPU)
+        _store(out, total, FIRST)
 
 
 def add_wgrad(g, x, table, unpadded, out):
     """Add Gᵀ·X of every expert to ``out``.
 
     Args:
-        g, x: bf16 [rows, N] and [rows, K], contiguous; N is a multiple of 128, K of 128.
+        g, x: bf16 [rows, N] and [rows, K], contiguous, or operands of wgrad in tiles, whose depth is the number of
+            padded rows. N and K are multiples of 128.
         table: that of a :class:`snip_megatron.numerics.quantize.operands.RowMap`.
-        unpadded: which of the two has no padding.
+        unpadded: which of two matrices in bf16 has no padding.
         out: FP32 [experts, N, K], contiguous.
     """
+    triton.set_allocator(_scratch)  # of this thread: autograd has its own
+    if isinstance(g, Operand):
+        _add_tiled_wgrad(g, x, table, out)
+        return
     (rows, n), k, experts = g.shape, x.shape[1], len(out)
     few = rows < _FEW * experts or k % 256
     tiles = (128, 128) if few else (128, 256)
-    triton.set_allocator(_scratch)  # of this thread: autograd has its own
     launch(
         grouped_wgrad_kernel, (experts * (n // tiles[0]) * (k // tiles[1]), 1), (g, x, table, out), (n, k),
         (experts, *map(int, unpadded)),
@@ -88,6 +150,19 @@ def add_wgrad(g, x, table, unpadded, out):
             "GPU": g.is_cuda and not triton.knobs.runtime.interpret,
         },
         {"num_warps": 4 if few else 8, "num_stages": 3},
+    )  # fmt: skip
+
+
+def _add_tiled_wgrad(g, x, table, out):
+    (n, depth), k, experts = g.values.shape, x.rows, len(out)
+    launch(
+        grouped_tiled_wgrad_kernel, (experts * (n // _TILE) * (k // _TILE), 1),
+        (g.values, g.scale, x.values, x.scale, table, out), (n, k), (experts, depth // _TILE),
+        {
+            "BN": _TILE, "BK": _TILE, "TILE": _TILE, "GROUP": _GROUP, "FIRST": depth < _FEW * experts,
+            "GPU": out.is_cuda and not triton.knobs.runtime.interpret,
+        },
+        {"num_warps": 8, "num_stages": 3},
     )  # fmt: skip
 
 

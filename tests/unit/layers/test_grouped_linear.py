@@ -190,7 +190,8 @@ def mlp(x: Tensor, weights: Sequence[Tensor], probs: Tensor, splits: Sequence[in
         ((FP8, FP8, BF16), (BF16, FP8, BF16)),
         ((FP4, FP8, BF16), (FP8, FP8, BF16)),
         ((BF16, BF16, BF16), (FP8, BF16, BF16)),
-        ((FP8, FP8, FP8), (FP8, FP8, BF16)),
+        ((FP8, FP8, FP8), (FP8, FP8, FP8)),
+        ((FP8, FP8, TENSOR), (BF16, FP8, FP4)),
     ],
 )
 @pytest.mark.parametrize("backwards", [False, True])
@@ -232,7 +233,13 @@ SPLITS = [(130, 0, 7), (0, 0, 137), (1, 1, 135)]
 
 
 @pytest.mark.parametrize(
-    ("of_fc1", "of_fc2"), [((FP8, FP8, BF16), (BF16, FP4, BF16)), ((FP4, FP4, BF16), (FP8, BF16, BF16))]
+    ("of_fc1", "of_fc2"),
+    [
+        ((FP8, FP8, BF16), (BF16, FP4, BF16)),
+        ((FP4, FP4, BF16), (FP8, BF16, BF16)),
+        ((FP8, FP8, FP8), (BF16, FP4, FP4)),
+        ((FP4, FP4, FP4), (FP8, BF16, FP8)),
+    ],
 )
 @pytest.mark.parametrize("backwards", [False, True])
 def test_what_a_graph_holds_gives_the_bits_of_the_path_that_counts_on_the_host(
@@ -282,7 +289,7 @@ def test_what_a_graph_holds_gives_the_bits_of_the_path_that_counts_on_the_host(
 
 def test_wgrads_that_run_expert_by_expert_need_the_numbers_of_rows() -> None:
     rows = group_rows((130, 7), torch.device("cpu"))
-    for backend, formats in ((hopper(groups=emulated_grouped), (FP8, FP8, FP8)), (REFERENCE, (BF16, FP8, BF16))):
+    for backend, formats in ((hopper(groups=emulated_grouped), (FP8, FP8, TENSOR)), (REFERENCE, (BF16, FP8, BF16))):
         assert not takes_device_rows(Experts(2, formats, backend, n=256, k=128).call(rows))
 
 

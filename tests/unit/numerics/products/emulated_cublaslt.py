@@ -38,7 +38,9 @@ class EmulatedCublasLt:
             return None
         (m, k), n = a.values.shape, b.rows
         assert a.values.dtype == b.values.dtype == torch.float8_e4m3fn
-        assert a.values.stride() == b.values.stride() == (k, 1), "an operand is not K-major"
+        for operand in (a, b):  # which may be columns of a longer one
+            assert operand.values.stride(1) == 1, "an operand is not K-major"
+            assert operand.values.stride(0) % TILE == 0
         assert m % 4 == 0, f"CUBLAS_STATUS_NOT_SUPPORTED: M = {m}"
         assert min(m, n, k) > 0, f"empty: {m}, {n}, {k}"
         assert n % 16 == 0, f"N = {n} is no multiple of 16"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.numerics.products.backend import REFERENCE, assemble, flatten
-from snip_megatron.numerics.products.grouped import GroupLoop, group_rows
+from snip_megatron.numerics.products.grouped import DeviceRows, GroupLoop, group_rows
 from snip_megatron.numerics.products.grouped_hopper import HopperGroups, stacked
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm
@@ -50,6 +50,20 @@ def test_every_expert_gets_the_products_of_the_reference(splits: tuple[int, ...]
         for actual, exact in zip(found, expected, strict=True):
             scale = exact.float().abs().amax().clamp_min(1e-20) if exact.numel() else 1.0
             torch.testing.assert_close(actual.float() / scale, exact.float() / scale, rtol=8e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("fmt", [FP8, FP4])
+def test_experts_with_many_rows_have_the_wgrads_of_one_launch(fmt: Format) -> None:
+    """Their products are those of cuBLASLt, expert by expert, unless only the device knows their numbers of rows."""
+    counts, (n, k) = (9088, 0, 4096), (128, 128)
+    x, g = (torch.randn(sum(counts), width).bfloat16() for width in (k, n))
+    products, out = hopper(groups=emulated_grouped).grouped(n, k, torch.bfloat16), []
+    for rows in (counts, DeviceRows(torch.tensor(counts), sum(counts), backwards=False)):
+        of_x, of_g = (products.quantize_rows(each, rows, OperandSpec(None, fmt))[1] for each in (x, g))
+        out.append(torch.stack(list(products.accumulate(of_g, of_x, list(torch.ones(3, n, k).unbind(0))))))
+    torch.testing.assert_close(*out, rtol=1e-4, atol=1e-2)
+    assert not torch.equal(*out)  # their sums have another order
+    assert (out[0][1] == 1).all()
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:

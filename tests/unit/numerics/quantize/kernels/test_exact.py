@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from snip_megatron.numerics.products.grouped import GroupRows, group_rows
+from snip_megatron.numerics.products.grouped import DeviceRows, GroupRows, group_rows
 from snip_megatron.numerics.products.grouped_hopper import add_wgrad
-from snip_megatron.numerics.quantize import operands
-from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, RowMap
+from snip_megatron.numerics.quantize import fake_quantize, operands
+from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, OperandSpec, RowMap
 from snip_megatron.numerics.quantize.reference import Rotation
+from snip_megatron.precision import Format
 
 from ..specs import keys_of_a_step, spec
 from .interpreter import Quantizers, matrix
@@ -181,6 +182,32 @@ def test_wgrads_of_experts_are_added(quantizers: Quantizers, splits: tuple[int, 
         given = [t if apart else rows.pad(t) for t, apart in zip((g, x), unpadded, strict=True)]
         found = quantizers.call("add_wgrad", *given, rows.map.table, unpadded, out.clone())
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
+        assert torch.equal(found[1], out[1])
+
+
+@pytest.mark.parametrize(("splits", "k"), [((3, 0, 65, 130), 128), ((1100, 0, 1020), 256)])
+def test_wgrads_of_experts_in_tiles_are_added(quantizers: Quantizers, splits: tuple[int, ...], k: int) -> None:
+    """The last rows, which belong to no expert, have no number."""
+    device = DeviceRows(torch.tensor(splits), sum(splits), backwards=False)
+    assert len(device.map.experts) > sum(-(-count // 128) * 128 for count in splits)
+    sides, wide = [], []
+    for width, fmt in ((256, Format.FP4), (k, Format.FP8)):
+        matrix = torch.randn(sum(splits), width).bfloat16()
+        _, col = quantizers.call("quantize_operands", matrix, OperandSpec(None, fmt), None, device.map)
+        wide.append(fake_quantize(device.pad(matrix), fmt, axis=0).double())
+        rest = device.map.experts == -1
+        col.scale[:, rest[::128]] = torch.nan
+        sides.append(col)
+    out = torch.randn(len(splits), 256, k)
+    expected = out.double()
+    for *_, first, count, gradient in zip(device.map.table[0], device.map.table[2], expected, strict=True):
+        left, right = (matrix[first:][:count] for matrix in wide)
+        gradient += left.t() @ right
+    assert torch.equal(expected[1], out[1].double())
+    of_kernel = quantizers.call("add_wgrad", *sides, device.map.table, (False, False), out.clone())
+    add_wgrad(*sides, device.map.table, (False, False), of_reference := out.clone())
+    for found in (of_kernel, of_reference):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-4)
         assert torch.equal(found[1], out[1])
 
 
