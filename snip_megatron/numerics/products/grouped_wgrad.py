@@ -20,6 +20,8 @@ from snip_megatron.numerics.quantize.operands import Operand
 _DEPTH, _GROUP, _TILE = 64, 8, 128
 _FEW = 1024
 """Rows an expert, on average, from which on products take longer than gradients."""
+_PART = 64, 128, 4, 4
+"""Of a wgrad in tiles: rows and columns of the part of a program, warps, stages. Two programs fit a multiprocessor."""
 
 
 @triton.jit
@@ -155,14 +157,15 @@ def add_wgrad(g, x, table, unpadded, out):
 
 def _add_tiled_wgrad(g, x, table, out):
     (n, depth), k, experts = g.values.shape, x.rows, len(out)
+    bn, bk, warps, stages = _PART
     launch(
-        grouped_tiled_wgrad_kernel, (experts * (n // _TILE) * (k // _TILE), 1),
+        grouped_tiled_wgrad_kernel, (experts * (n // bn) * (k // bk), 1),
         (g.values, g.scale, x.values, x.scale, table, out), (n, k), (experts, depth // _TILE),
         {
-            "BN": _TILE, "BK": _TILE, "TILE": _TILE, "GROUP": _GROUP, "FIRST": depth < _FEW * experts,
+            "BN": bn, "BK": bk, "TILE": _TILE, "GROUP": _GROUP, "FIRST": depth < _FEW * experts,
             "GPU": out.is_cuda and not triton.knobs.runtime.interpret,
         },
-        {"num_warps": 8, "num_stages": 3},
+        {"num_warps": warps, "num_stages": stages},
     )  # fmt: skip
 
 
