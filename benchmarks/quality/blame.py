@@ -173,7 +173,7 @@ class Bench:
 
     def run(self, arguments: Sequence[str], ranks: int, log: Path, case: Case | None) -> list[int]:
         """Run the training entry on forked ranks. Returns their exit codes."""
-        context, port = multiprocessing.get_context("fork"), _free_port()
+        context, port = multiprocessing.get_context("fork"), _free_port() if ranks > 1 else 0  # 0: any free port
         common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
         common |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "WANDB_MODE": "offline"}
         processes = []

@@ -340,7 +340,7 @@ def _shift(scale: torch.Tensor) -> torch.Tensor:
 
 def _nan_tile(scale: torch.Tensor) -> torch.Tensor:
     """The scale of the last tile is NaN."""
-    scale.view(-1)[-1] = torch.nan
+    scale[(-1,) * scale.dim()] = torch.nan
     return scale
 
 

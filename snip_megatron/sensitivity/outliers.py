@@ -29,7 +29,7 @@ give .037; in 31 healthy steps of small models no error was above .036 in 8 bits
 INDEPENDENT = 1.3
 """An error is healthy up to this many times what independent errors of its peers' operands give. With gradients in E5M2
 that is .059, and .074 the largest in 42 healthy steps of delayed scaling. Peers whose products add up have less: .014.
-"""
+Where products cancel, the result is smaller than its errors: they are as many times larger as the result is smaller."""
 
 OPERAND_RATIO = 2.5
 """A GEMM is harmed if its operands' squared errors are this many times the median of its peers in 8 bits. They are 1.07
@@ -40,7 +40,10 @@ Key = tuple[str, str]
 
 
 def outliers(
-    errors: Mapping[Key, float], bits: Mapping[Key, int], operands: Mapping[Key, float] | None = None
+    errors: Mapping[Key, float],
+    bits: Mapping[Key, int],
+    operands: Mapping[Key, float] | None = None,
+    cancellation: Mapping[Key, float] | None = None,
 ) -> dict[Key, float]:
     """Return the GEMMs that are harmed more than is healthy → their squared error over the largest healthy one.
 
@@ -48,6 +51,8 @@ def outliers(
         errors: (linear, GEMM) → relative error, of quantised GEMMs. It may be infinite.
         bits: (linear, GEMM) → bits of its format, 4 or 8.
         operands: (linear, GEMM) → relative squared error of its operands. None if it is not known.
+        cancellation: (linear, GEMM) → squared norm that its result would have if its products were independent, over
+            that of the result. None if it is not known.
     """
     harmed, paths = {}, {key: LinearId.parse(key[0]).path for key in errors}
     for key, error in errors.items():
@@ -58,7 +63,8 @@ def outliers(
         layers = [other for other in peers if paths[other] == paths[key] and errors[other] < math.inf]
         if len(layers) >= 3:
             limit = max(limit, _limit(errors, bits, layers))
-        limit = min(LIMIT[bits[key]], max(limit, INDEPENDENT * math.sqrt(usual or 0.0)))
+        independent = (usual or 0.0) * max(1.0, cancellation[key] if cancellation is not None else 1.0)
+        limit = min(LIMIT[bits[key]], max(limit, INDEPENDENT * math.sqrt(independent)))
         if not error <= limit:
             harmed[key] = min((error / limit) ** 2, 1e6) if error == error else 1e6
         elif operands is not None and usual is not None and operands[key] > OPERAND_RATIO * usual:

@@ -116,6 +116,17 @@ def test_weight_gradients_of_one_linear_may_grow_with_depth() -> None:
     assert list(outliers(errors | {growing[3]: 0.1}, bits, operands)) == [growing[3]]
 
 
+def test_errors_are_as_many_times_larger_as_products_cancel() -> None:
+    keys = [(f"decoder.layers.{layer}.fc1", "wgrad") for layer in range(22)]
+    errors = dict.fromkeys(keys, 0.028) | {keys[21]: 0.065}
+    bits, operands = dict.fromkeys(keys, 8), dict.fromkeys(keys, 0.0376**2)
+    cancellation = dict.fromkeys(keys, 0.6) | {keys[21]: 3.0}
+    assert list(outliers(errors, bits, operands)) == [keys[21]]
+    assert outliers(errors, bits, operands, cancellation) == {}
+    assert list(outliers(errors | {keys[21]: 0.12}, bits, operands, cancellation)) == [keys[21]]
+    assert list(outliers(errors, bits, operands | {keys[21]: 0.005}, cancellation)) == [keys[21]]
+
+
 RECIPES = {"hybrid": HostRecipe("delayed", hybrid=True), "e4m3": HostRecipe("tensorwise")}
 
 
