@@ -9,14 +9,22 @@ gradients into FP32, and run the backward in the launching thread, as a training
 once for four microbatches. Milliseconds of a microbatch, medians of interleaved rounds:
 
 - ``bf16_deepgemm``, ``bf16_torch`` (``torch._grouped_mm``): one launch for each product; ``bf16``: the faster of them.
-- ``te_bf16``, ``te_current``, ``te_block``: Transformer Engine's grouped linears.
-- ``snip_fp8``, ``snip_fp8_tensor``: all GEMMs in one format. ``snip``: the solver's map, the fastest by the times that
-  ``snip calibrate`` and trainings measure of such linears; ``map`` has its formats, ``predicted`` its milliseconds by
-  these times, with those of SwiGLU.
+- ``te_bf16``, ``te_current``, ``te_block``: Transformer Engine's grouped linears, with a launch for each expert.
+  ``te_cutlass_bf16``: with CUTLASS's grouped products, as $NVTE_USE_CUTLASS_GROUPED_GEMM says.
+  ``te_grouped_*``: the same with its grouped tensors, one launch for each product, and numbers of rows on the device;
+  ``te_single_*``: with one weight of all experts besides. They need a newer cuBLASLt than torch's: 13.4, 13.5 for
+  current and 13.6 for block scaling.
+- ``torchao_block``: torchao's mixture by DeepGEMM, where both are installed.
+- ``snip_bf16``, ``snip_fp8``, ``snip_fp8_tensor``: all GEMMs in one format. ``snip``: the solver's map, the fastest by
+  the times that ``snip calibrate`` and trainings measure of such linears; ``map`` has its formats, ``predicted`` its
+  milliseconds by these times, with those of SwiGLU. ``snip_device``: the same map with numbers of rows that only the
+  device knows, where its kernels take them.
 
 ``products`` has the milliseconds of each bf16 product by library, the addition to FP32 gradients included. ``errors``
 has the relative errors of Y, ∂L/∂X and the weights' gradients to products of FP32 matrices, ``host`` the milliseconds
 that a microbatch takes the launching thread, ``saved`` the bytes of X of both linears that are saved for the backward.
+``graphs`` has the milliseconds as a CUDA graph of the contenders whose host knows no number of rows. A rival that fails
+is in ``failed`` with its error.
 """
 
 from __future__ import annotations
@@ -44,6 +52,7 @@ from benchmarks.layers.experts_steps import (
     snip_step,
     swiglu,
     te_steps,
+    torchao_steps,
 )
 from snip_megatron.layers.grouped import grouped_products
 from snip_megatron.layers.swiglu import may_fuse_experts
@@ -64,8 +73,12 @@ SHAPES = {  # hidden, ffn, experts on this GPU, rows
     "qwen3-30b E128": (2048, 768, 128, 65536),
 }
 LINEARS = ("fc1", "fc2")
+KEYS = ("mlp", "failed", "errors", "host", "graphs", "saved", "map", "predicted", "bf16", "products")
 TINY = {"tiny E2": (128, 128, 2, 256)}
 CANDIDATES = (Format.FP8, Format.FP8_TENSOR)
+BF16: Map = ((Format.BF16,) * 3, (Format.BF16,) * 3)
+ON_DEVICE = ("bf16_torch", "snip_device", "te_grouped_", "te_single_")
+"""How the names of contenders begin whose host knows no number of rows."""
 UNIFORM: dict[str, Map] = {f"snip_{fmt.value}": ((fmt,) * 3, (fmt,) * 3) for fmt in CANDIDATES}
 
 
@@ -159,6 +172,32 @@ def errors(problem: Problem, step: Callable[[], Tensor], expected: Mapping[str, 
     }
 
 
+def refused(problem: Problem, step: Callable[[], Tensor]) -> str | None:
+    """Return why a rival's step fails, in one line, or None if it runs."""
+    try:
+        step()
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    finally:
+        problem.clear()
+    return None
+
+
+def replays(calls: Mapping[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
+    """Return the replay of the CUDA graph of each call that a graph can hold."""
+    by_name: dict[str, Callable[[], object]] = {}
+    for name, call in calls.items():
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                call()
+        except RuntimeError as error:
+            print(f"{name}: no CUDA graph: {' '.join(str(error).split())[:300]}")
+            continue
+        by_name[name] = graph.replay
+    return by_name
+
+
 def milliseconds(calls: Mapping[str, Callable[[], object]], rounds: int, device: str) -> dict[str, float]:
     """Return the milliseconds of each call; on a CPU those of one."""
     if device == "cuda":
@@ -178,24 +217,36 @@ def measure(
     problem = Problem(shape, device, ragged=ragged, library=library)
     chosen, predicted = solved(problem, device)
     calls = {name: snip_step(problem, formats) for name, formats in (UNIFORM | {"snip": chosen}).items()}
+    if all(grouped_products(problem.fc1.handles[0]).takes_device_rows(formats) for formats in chosen):
+        calls["snip_device"] = snip_step(problem, chosen, on_device=True)
     of_libraries: dict[str, Any] = {}
+    failed: dict[str, str] = {}
     if not ragged:  # their rows must be multiples of some number
+        calls["snip_bf16"] = snip_step(problem, BF16)
         of_libraries = products(problem, rounds, device)
         calls |= {f"bf16_{name}": library_step(problem, each) for name, each in libraries(problem, device).items()}
-        calls |= te_steps(problem) if device == "cuda" else {}
+        rivals = te_steps(problem) | torchao_steps(problem) if device == "cuda" else {}
+        failed = {name: error for name, call in rivals.items() if (error := refused(problem, call)) is not None}
+        calls |= {name: call for name, call in rivals.items() if name not in failed}
     expected = exact(problem)
     wrong = {name: errors(problem, call, expected) for name, call in calls.items()}
     predicted += of_swiglu(problem, chosen, rounds, device)
-    saved = {name: problem.saved_inputs(call) for name, call in calls.items() if not name.startswith("te_")}
+    measurable = {name: call for name, call in calls.items() if not name.startswith(("te_", "torchao_"))}
+    saved = {name: problem.saved_inputs(call) for name, call in measurable.items()}
     times = {name: round(ms / MICROBATCHES, 3) for name, ms in milliseconds(calls, rounds, device).items()}
-    host = {}
+    host, graphs = {}, {}
     if device == "cuda":
         host = {name: round(host_milliseconds(call) / MICROBATCHES, 3) for name, call in calls.items()}
+        on_device = {name: call for name, call in calls.items() if name.startswith(ON_DEVICE)}
+        replayed = milliseconds(replays(on_device), rounds, device)
+        graphs = {name: round(ms / MICROBATCHES, 3) for name, ms in replayed.items()}
     best = min((name for name in times if name in ("bf16_torch", "bf16_deepgemm")), key=times.__getitem__, default=None)
     return {
         "mlp": {**({} if best is None else {"bf16": times[best]}), **times},
+        "failed": failed,
         "errors": wrong,
         "host": host,
+        "graphs": graphs,
         "saved": saved,
         "map": {name: [fmt.value for fmt in formats] for name, formats in zip(LINEARS, chosen, strict=True)},
         "predicted": round(predicted, 3),
@@ -220,7 +271,7 @@ def main() -> None:
         refuse_without_cuda()
     device, shapes = ("cpu", TINY) if args.cpu else ("cuda", {name: SHAPES[name] for name in args.shapes})
     result: dict[str, Any] = header(args.commit) | {"ragged": args.ragged, "library": args.library}
-    result |= {key: {} for key in ("mlp", "errors", "host", "saved", "map", "predicted", "bf16", "products")}
+    result |= {key: {} for key in KEYS}
     for name, shape in shapes.items():
         with torch.autograd.set_multithreading_enabled(False):  # as in a training under SNIP
             found_of_shape = measure(shape, args.rounds, device, ragged=args.ragged, library=args.library)
@@ -229,7 +280,8 @@ def main() -> None:
         times = result["mlp"][name]
         base = times.get("bf16", times["snip"])
         print(name, {contender: f"{ms:.2f} ms, {base / ms:.2f} x bf16" for contender, ms in times.items()})
-        print(f"  host {result['host'][name]}, saved {result['saved'][name]}")
+        print(f"  host {result['host'][name]}, graphs {result['graphs'][name]}, saved {result['saved'][name]}")
+        print(f"  failed {result['failed'][name]}")
         print(f"  products {result['products'][name]}, predicted {result['predicted'][name]} ms")
         print(f"  map {result['map'][name]}, bf16 by {result['bf16'][name]}, errors {result['errors'][name]}")
         write(args.out, result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, pad, unpad
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.numerics.products.deepgemm import grouped_library, why_not
-from snip_megatron.numerics.products.grouped import group_rows
+from snip_megatron.numerics.products.grouped import DeviceRows, group_rows
 from snip_megatron.numerics.products.grouped_hopper import grouped_mm
 from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.precision import Format, LinearId
@@ -127,9 +128,14 @@ class Problem:
         self.fc2.gradients.zero_()
 
 
-def snip_step(problem: Problem, formats: Map) -> Callable[[], Tensor]:
-    """Return a step of one contender of this project. It returns the last result."""
+def snip_step(problem: Problem, formats: Map, *, on_device: bool = False) -> Callable[[], Tensor]:
+    """Return a step of one contender of this project. It returns the last result.
+
+    With ``on_device`` the host does not know the experts' numbers of rows, and every microbatch makes the table of
+    them. The map's kernels must take such rows.
+    """
     fc1, fc2, splits = problem.fc1, problem.fc2, problem.splits
+    counts, padded = torch.tensor(splits, device=problem.x.device), group_rows(tuple(splits), problem.x.device)
 
     def step() -> Tensor:
         problem.context.map_is_quantized = True
@@ -138,12 +144,12 @@ def snip_step(problem: Problem, formats: Map) -> Callable[[], Tensor]:
             linear.handles[0].state.weights.clear()
         for _ in range(problem.microbatches):
             problem.x.grad = None
-            rows = group_rows(tuple(splits), problem.x.device)
-            if may_fuse_experts(fc1.handles[0], fc2.handles[0]):
-                y = fused_experts(problem.x, problem.probs, rows, fc1(None, rows), fc2(None, rows))
+            if on_device or may_fuse_experts(fc1.handles[0], fc2.handles[0]):
+                rows = DeviceRows(counts, len(problem.x), backwards=False) if on_device else padded
+                y = fused_experts(problem.x, problem.probs, rows, fc1(None, splits), fc2(None, splits))
             else:
-                hidden, probs = pad(problem.x, rows), pad(problem.probs, rows)
-                y = unpad(fc2(swiglu(fc1(hidden, rows), probs), rows), rows)
+                hidden, probs = pad(problem.x, padded), pad(problem.probs, padded)
+                y = unpad(fc2(swiglu(fc1(hidden, padded), probs), padded), padded)
             y.backward(problem.g)
         return y
 
@@ -227,30 +233,111 @@ def library_step(problem: Problem, library: TorchLibrary) -> Callable[[], Tensor
 def te_steps(problem: Problem) -> dict[str, Callable[[], Tensor]]:
     """Return Transformer Engine's steps by name; none if it is not installed."""
     try:
-        import transformer_engine.pytorch as te
         from transformer_engine.common import recipe
     except ImportError:
         return {}
-    modules = []
-    for layer in (problem.fc1, problem.fc2):
-        experts, (n, k) = len(layer.handles), layer.handles[0].weight.shape
-        module = te.GroupedLinear(
-            experts, k, n, bias=False, params_dtype=torch.bfloat16, device="cuda", fuse_wgrad_accumulation=True
-        )
-        for e, handle in enumerate(layer.handles):
-            weight = getattr(module, f"weight{e}")
-            weight.data, weight.overwrite_main_grad = handle.weight.data, False
-            as_in_training(weight, handle.weight.main_grad)
-        modules.append(module)
+    recipes = {"bf16": None, "current": recipe.Float8CurrentScaling(), "block": recipe.Float8BlockScaling()}
+    steps = {f"te_{name}": _te_step(problem, problem.splits, each) for name, each in recipes.items()}
+    steps["te_cutlass_bf16"] = _by_cutlass(_te_step(problem, problem.splits, None))
+    counts = torch.tensor(problem.splits, device="cuda")
+    os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"  # without it there is no single weight
+    for name, each in recipes.items():
+        if _takes_counts_on_device(each):
+            at_once = {"use_grouped_tensor": True}
+            steps[f"te_grouped_{name}"] = _te_step(problem, counts, each, at_once)
+            steps[f"te_single_{name}"] = _te_step(problem, counts, each, at_once | {"single_grouped_weight": True})
+    return steps
 
-    def step(chosen: Any) -> Tensor:
+
+def _takes_counts_on_device(recipe: Any) -> bool:
+    """Return whether Transformer Engine and the cuBLASLt that is loaded have a grouped-tensor path for a recipe."""
+    try:
+        from transformer_engine.pytorch.module.grouped_linear import is_module_grouped_tensor_path_supported
+    except ImportError:  # before 2.20
+        return False
+    supported: bool = is_module_grouped_tensor_path_supported(recipe, torch.bfloat16)
+    return supported
+
+
+def _te_linear(linear: Experts, options: dict[str, bool]) -> Any:
+    """Return Transformer Engine's linear of all experts with the weights and gradients of ``linear``."""
+    import transformer_engine.pytorch as te
+
+    count, n, k = linear.memory.shape
+    module = te.GroupedLinear(
+        count, k, n, bias=False, params_dtype=torch.bfloat16, device="cuda", fuse_wgrad_accumulation=True, **options
+    )
+    if "single_grouped_weight" in options:
+        module.weight.rowwise_data.view_as(linear.memory).copy_(linear.memory)
+        parameters = [(module.weight, linear.gradients)]
+    else:
+        parameters = [(getattr(module, f"weight{e}"), gradient) for e, gradient in enumerate(linear.gradients)]
+        for (weight, _), values in zip(parameters, linear.memory, strict=True):
+            weight.data = values
+    for weight, gradient in parameters:
+        weight.overwrite_main_grad = False
+        as_in_training(weight, gradient)
+    return module
+
+
+def _te_step(
+    problem: Problem, splits: Sequence[int] | Tensor, recipe: Any, options: dict[str, bool] | None = None
+) -> Callable[[], Tensor]:
+    """Return the step of two linears of Transformer Engine under a recipe; None is bf16."""
+    import transformer_engine.pytorch as te
+
+    fc1, fc2 = (_te_linear(linear, options or {}) for linear in (problem.fc1, problem.fc2))
+
+    def step() -> Tensor:
         for microbatch in range(problem.microbatches):
             problem.x.grad = None
-            with te.autocast(enabled=chosen is not None, recipe=chosen):
-                y = modules[0](problem.x, problem.splits, is_first_microbatch=microbatch == 0)
-                y = modules[1](swiglu(y, problem.probs), problem.splits, is_first_microbatch=microbatch == 0)
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                y = fc1(problem.x, splits, is_first_microbatch=microbatch == 0)
+                y = fc2(swiglu(y, problem.probs), splits, is_first_microbatch=microbatch == 0)
             y.backward(problem.g)
         return y  # type: ignore[no-any-return]
 
-    recipes = {"te_bf16": None, "te_current": recipe.Float8CurrentScaling(), "te_block": recipe.Float8BlockScaling()}
-    return {name: lambda chosen=chosen: step(chosen) for name, chosen in recipes.items()}  # type: ignore[misc]
+    return step
+
+
+def _by_cutlass(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return a step of Transformer Engine in bf16 with its products by CUTLASS, where these take the operands."""
+
+    def by_cutlass() -> Tensor:
+        os.environ["NVTE_USE_CUTLASS_GROUPED_GEMM"] = "1"
+        try:
+            return step()
+        finally:
+            del os.environ["NVTE_USE_CUTLASS_GROUPED_GEMM"]
+
+    return by_cutlass
+
+
+def torchao_steps(problem: Problem) -> dict[str, Callable[[], Tensor]]:
+    """Return torchao's step by DeepGEMM in tiles; none if either is not installed.
+
+    It quantises weights in every forward and backward, and its wgrad is bf16, and then added.
+    """
+    try:
+        import deep_gemm  # noqa: F401
+        from torchao.prototype.moe_training.blockwise_fp8 import grouped_mm
+    except (ImportError, OSError):
+        return {}
+    product: Any = grouped_mm._to_fp8_blockwise_then_scaled_grouped_mm
+    ends = torch.tensor(problem.splits, device="cuda").cumsum(0).int()
+    linears = problem.fc1, problem.fc2
+    weights = [linear.memory.detach().requires_grad_() for linear in linears]
+
+    def step() -> Tensor:
+        for _ in range(problem.microbatches):
+            problem.x.grad = None
+            y = product(problem.x, weights[0].transpose(1, 2), ends, pad_token_groups_for_grouped_mm=False)
+            y = swiglu(y, problem.probs)
+            y = product(y, weights[1].transpose(1, 2), ends, pad_token_groups_for_grouped_mm=False)
+            y.backward(problem.g)
+            for weight, linear in zip(weights, linears, strict=True):
+                linear.gradients.add_(weight.grad)
+                weight.grad = None
+        return y  # type: ignore[no-any-return]
+
+    return {"torchao_block": step}
