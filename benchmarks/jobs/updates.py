@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.reporting.map_views import Prediction
+from snip_megatron.reporting.summary import Prediction
 from snip_megatron.runtime.run_data import load_run
 
 _LAYER = re.compile(r".*layers\.\d+\.")

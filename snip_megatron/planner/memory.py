@@ -146,9 +146,8 @@ def _operand(fmt: Format, numbers: int) -> float:
 
 
 def probe_microbatches(layout: Layout, config: SnipConfig) -> int:
-    """Return the microbatches that a rank runs in one pass. An interleaved schedule needs whole groups of them."""
-    group = layout.pp if layout.vpp > 1 else 1
-    return min(-(-min(config.probe_microbatches, layout.microbatches) // group) * group, layout.microbatches)
+    """Return the microbatches that a rank runs in one pass of an update."""
+    return config.probed_microbatches(layout.microbatches, layout.pp if layout.vpp > 1 else 1)
 
 
 def _probe(layout: Layout, stage: int, config: SnipConfig | None) -> float:

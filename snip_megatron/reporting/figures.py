@@ -2,12 +2,13 @@
 
 import html
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, format_shares, option_id, split_option_id
 from snip_megatron.reporting.sensitivity import costliest_format
-from snip_megatron.runtime.run_data import Adoption, RunData, number
+from snip_megatron.runtime.run_data import Adoption, RunData, number, version_of
 
 MAX_POINTS = 2000
 """Number of buckets of a thinned line. The lowest and highest value of each are drawn, so that spikes stay visible."""
@@ -217,3 +218,58 @@ def _cell(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> dict[str, list[
         for fmt in Format
         if isinstance(option := options.get(fmt.value), Mapping)
     }
+
+
+# -- phases -----------------------------------------------------------------------------------------------------------
+def differences(before: PrecisionMap | None, after: PrecisionMap) -> dict[str, str]:
+    """Return how the formats of two maps differ, by kind of GEMM, such as ``{"fprop": "12 fp4 → fp8"}``.
+
+    Kinds of GEMM without a difference are left out. If ``before`` is None, all GEMMs ran in bf16.
+    """
+    old = before if before is not None else PrecisionMap(choices={})
+    names = {str(linear) for precision_map in (old, after) for linear in precision_map.linears()}
+    changes: dict[str, str] = {}
+    for gemm in Gemm:
+        counts = Counter((old.format_of(name, gemm).value, after.format_of(name, gemm).value) for name in names)
+        ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        if texts := [f"{count} {a} → {b}" for (a, b), count in ranked if a != b]:
+            changes[gemm.value] = ", ".join(texts)
+    return changes
+
+
+def phase_view(run: RunData) -> dict[str, Any] | None:
+    """Return the phases of a run's latest plan, as its event lists them. None for a run without plans.
+
+    Each of ``rows`` has the step ``begin``, ``steps``, the state ``when`` (``over``, ``in force``, ``to come`` or
+    ``dropped``, if the guard has taken the plan's map back), the map, its fp4 ``share`` and its :func:`differences`
+    from the phase before. ``expected`` is the average over the run that the plan reaches, as text.
+    """
+    event = next((event for event in reversed(run.events) if event["event"] == "plan"), None)
+    plan = next((plan for plan in run.plans.values() if event and plan.version == version_of(event)), None)
+    listed = event.get("phases") if event else None
+    if event is None or plan is None or not isinstance(listed, list):
+        return None
+    guards = (e for e in run.events[run.events.index(event) :] if e["event"] == "guard")
+    dropped = any(guard.get("action") == "taken_back" for guard in guards)
+    timed = run.budget is not None and run.budget.kind != "fp4"
+    step = int(run.metrics[-1]["step"]) + 1 if run.metrics else 0
+    before = next((a.precision_map for a in reversed(run.adoptions) if a.step < event["step"]), None)
+    rows: list[dict[str, Any]] = []
+    # The event of a plan that was moved may lack the first phases, so that the lists are matched from their ends.
+    for body, phase in [*zip(reversed(listed), reversed(plan.phases), strict=False)][::-1]:
+        begin, steps = number(body.get("from_step")), number(body.get("steps"))
+        if begin is None or steps is None:
+            continue
+        when = "over" if begin + steps <= step else "dropped" if dropped else "in force" if begin < step else "to come"
+        after = phase.precision_map
+        row = {
+            "begin": int(begin),
+            "steps": int(steps),
+            "when": when,
+            "map": after,
+            "share": number(body.get("fp4_fraction")),
+        }
+        rows.append(row | {"changes": differences(before, after)})
+        before = after
+    expected = "" if plan.achieved is None or dropped else f"{plan.achieved:.3f} ×" if timed else f"{plan.achieved:.2%}"
+    return {"rows": rows, "timed": timed, "version": plan.version, "budget": str(run.budget), "expected": expected}

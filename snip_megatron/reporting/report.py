@@ -19,9 +19,8 @@ from markupsafe import Markup
 
 from snip_megatron import __version__
 from snip_megatron.precision.errors import needs_extra
-from snip_megatron.reporting.figures import format_figure, loss_figure, map_payload
+from snip_megatron.reporting.figures import format_figure, loss_figure, map_payload, phase_view
 from snip_megatron.reporting.health import checks, measured_rise
-from snip_megatron.reporting.map_views import phase_view
 from snip_megatron.reporting.pages import page_template, template_text
 from snip_megatron.reporting.sensitivity import unit_of
 from snip_megatron.reporting.summary import RunSummary, headline, sentences, summarise

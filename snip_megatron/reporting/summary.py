@@ -5,6 +5,8 @@ end of a run, the report and ``snip report --json`` show them. A running job com
 (:mod:`snip_megatron.runtime.account`).
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 from collections import deque
@@ -15,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from snip_megatron.numerics.products import EMULATIONS
-from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.reporting.map_views import Prediction
 from snip_megatron.runtime.account import STEPS, TOLERANCE, Account, Stretch, duration, is_quantised
 from snip_megatron.runtime.run_data import Adoption, RunData, number
 from snip_megatron.sensitivity.policies import in_nats
+from snip_megatron.sensitivity.times import OptionTimes
 
 SCHEMA = "snip.worth/1"
 TRUE_OVER_PREDICTED = (0.95, 1.45)
@@ -48,32 +50,20 @@ _COST_NAMES = {
 
 @dataclass(frozen=True)
 class LossCost:
-    """The loss that the current map costs, as predicted from the statistics of its update.
-
-    Attributes:
-        nats: predicted rise of the loss over bf16 at equal weights, while the map is in force.
-        at_end: with phases, the rise that the plan is predicted to leave when training ends. None without phases.
-        bound: the budget ``loss=``, which bounds ``at_end`` with phases and ``nats`` without. None for other budgets.
-        low, high: range of the true rise, from the ratios that were measured on small models.
-        backward: whether the formats of dgrad and wgrad are included.
-        bf16_loss: the run's present loss, without ``nats``, or that of its last validation in bf16. None if unknown.
-        rise, rise_error: the rise as measured before the map was adopted, and its standard error. None if unmeasured.
-        measured: validation loss in the map's formats minus that in bf16. None unless the run validated in both.
-        steps: training steps in which the loss falls by ``nats`` at present. None if noise hides its fall.
-    """
+    """The loss that the current map costs, as predicted from its update's statistics. None means: not known."""
 
     version: int | None
-    nats: float
-    low: float
+    nats: float  # predicted rise of the loss over bf16 at equal weights, while the map is in force
+    low: float  # range of the true rise, from the ratios that were measured on small models
     high: float
-    backward: bool
-    measured: float | None
-    steps: float | None
-    at_end: float | None = None
-    bound: float | None = None
-    bf16_loss: float | None = None
-    rise: float | None = None
-    rise_error: float | None = None
+    backward: bool  # whether the formats of dgrad and wgrad are included
+    measured: float | None  # validation loss in the map's formats minus that in bf16, of a run that validates in both
+    steps: float | None  # training steps in which the loss falls by ``nats`` at present. None if noise hides its fall
+    at_end: float | None = None  # with phases, the rise that the plan is predicted to leave when training ends
+    bound: float | None = None  # the budget ``loss=``, which bounds ``at_end`` with phases and ``nats`` without
+    bf16_loss: float | None = None  # that of the last validation in bf16, or the run's present loss without ``nats``
+    rise: float | None = None  # as measured before the map was adopted
+    rise_error: float | None = None  # standard error of ``rise``
 
     @property
     def share(self) -> str:
@@ -166,6 +156,49 @@ class RunSummary:
             for stretch in self.maps
         ]
         return {"schema": SCHEMA, **asdict(self), "maps": maps, "cost_s": self.cost_s}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted times of a run's linears, and the pipeline stage of each linear by name."""
+
+    times: OptionTimes
+    stages: Mapping[str, int]
+
+    @classmethod
+    def load(cls, run: RunData) -> Prediction | None:
+        """Load the times that a run stored. Returns None if it stored none. Raises SnipError if they are invalid."""
+        request, stages = run.facts.get("request"), run.facts.get("linear_stages")
+        body = (request.get("times") if isinstance(request, Mapping) else None) or run.facts.get("predicted_times")
+        if body is None:
+            return None
+        return cls(OptionTimes.from_dict(body, "config.json: facts"), stages if isinstance(stages, Mapping) else {})
+
+    def step_speedup(self, precision_map: PrecisionMap) -> float | None:
+        """Return the predicted speedup of the whole step under a map. None if it is not known."""
+        return precision_map.step_speedup or self._speedup(precision_map, None)
+
+    def over_fp8(self, precision_map: PrecisionMap, bf16_s: float | None) -> tuple[Format, float] | None:
+        """Compare a step under a map with one that has all linears in the fastest 8-bit format.
+
+        Returns this format and the ratio of the two speedups, or None if a prediction is missing. Both speedups are
+        over the same step in bf16: the measured one of ``bf16_s`` seconds, or the predicted one if that is None.
+        """
+        speedup, names = self._speedup(precision_map, bf16_s), [str(linear) for linear in precision_map.linears()]
+        formats = (Format.FP8_TENSOR, Format.FP8, Format.MXFP8)
+        uniform = {fmt: self._speedup(PrecisionMap.uniform(names, fmt), bf16_s) for fmt in formats}
+        speedups = {fmt: value for fmt, value in uniform.items() if value is not None}
+        if speedup is None or not speedups:
+            return None
+        fastest = max(speedups, key=lambda fmt: speedups[fmt])
+        return fastest, speedup / speedups[fastest]
+
+    def _speedup(self, precision_map: PrecisionMap, bf16_s: float | None) -> float | None:
+        try:
+            stages = {name: int(self.stages[name]) for name in map(str, precision_map.linears())}
+            return self.times.step_speedup(precision_map, stages, bf16_s)
+        except (SnipError, KeyError, TypeError, ValueError):  # a format without a time, a linear without a stage
+            return None
 
 
 def summarise(run: RunData) -> RunSummary:

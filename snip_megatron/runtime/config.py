@@ -275,6 +275,10 @@ class SnipConfig:
         since = step - self.first_update
         return self.updates and since >= 0 and since % self.update_interval == 0
 
+    def probed_microbatches(self, microbatches: int, group: int) -> int:
+        """Return how many of a step's microbatches a probe runs on a rank. Some schedules run whole groups of them."""
+        return min(-(-min(self.probe_microbatches, microbatches) // group) * group, microbatches)
+
     def request(self, **facts: Any) -> SolveRequest:
         """Return the request that every update of this run solves.
 

@@ -172,9 +172,7 @@ class ProbeRunner:
         return sequences, memory.fitting(sequences, needed, free)
 
     def _microbatches(self, step: HostStep) -> int:
-        """Return the microbatches of the probe on this rank, rounded up to the groups of an interleaved schedule."""
-        microbatches, group = min(self.config.probe_microbatches, step.microbatches), self.host.pass_group
-        return min(-(-microbatches // group) * group, step.microbatches)
+        return self.config.probed_microbatches(step.microbatches, self.host.pass_group)
 
     def run(self, step: HostStep, clip: float, sequences: int, update: Transaction | None = None) -> ProbeResult:
         """Run the passes of this update on the first microbatches of the step. Collective.

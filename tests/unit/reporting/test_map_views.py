@@ -8,9 +8,9 @@ import synthetic_run
 
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.reporting import map_views as views
-from snip_megatron.reporting.map_views import phase_view
+from snip_megatron.reporting.figures import phase_view
 from snip_megatron.reporting.report import render
+from snip_megatron.reporting.summary import Prediction
 from snip_megatron.runtime.run_data import RunData, load_run
 from snip_megatron.sensitivity.times import OptionTimes
 
@@ -21,7 +21,7 @@ def test_a_map_and_fp8_everywhere_are_compared_on_one_step_in_bf16(measured, of_
     names = synthetic_run.LINEARS[:2]
     times = {g.value: {"bf16": 2.0, "fp8": 1.0} for g in Gemm}
     times = OptionTimes("card", dict.fromkeys(names, times), rest={0: 12.0})
-    prediction = views.Prediction(times, dict.fromkeys(names, 0))
+    prediction = Prediction(times, dict.fromkeys(names, 0))
     for fmt, expected in ((Format.FP8, 1.0), (Format.BF16, of_bf16)):
         chosen = replace(PrecisionMap.uniform(names, fmt), step_speedup=1.1)
         assert prediction.over_fp8(chosen, measured) == (Format.FP8, pytest.approx(expected))
