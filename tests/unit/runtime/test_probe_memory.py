@@ -43,7 +43,7 @@ def handles(layers: int = 2, sizes: dict[str, tuple[int, int]] | None = None) ->
 
 def host(stage: int = 0, stages: int = 1, **fields: Any) -> Host:
     flights = functools.partial(microbatches_in_flight, stage=stage, pp=stages)
-    whole: dict[str, Any] = {"groups": ProbeGroups(None, None), "device": CPU, "chunks": [], "hidden": 64, **fields}
+    whole: dict[str, Any] = {"groups": ProbeGroups(None, None), "device": CPU, "segments": [], "hidden": 64, **fields}
     return Host(**whole, shard=TokenShard(0, 1, True), sinks=(), local_sinks=[], in_flight=flights)
 
 
