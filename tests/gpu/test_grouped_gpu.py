@@ -17,9 +17,10 @@ from torch import Tensor
 from benchmarks.layers.experts_steps import Problem, snip_step
 from snip_megatron.numerics.products.backend import REFERENCE, assemble, flatten
 from snip_megatron.numerics.products.deepgemm import find_nvcc, why_not
-from snip_megatron.numerics.products.grouped import GroupLoop, group_rows
+from snip_megatron.numerics.products.grouped import DeviceRows, GroupLoop, group_rows
 from snip_megatron.numerics.products.grouped_hopper import HopperGroups
 from snip_megatron.numerics.products.selection import select_backend
+from snip_megatron.numerics.quantize import fake_quantize
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
@@ -155,6 +156,27 @@ def test_rows_without_padding_give_what_padded_copies_give(splits: tuple[int, ..
             out = start.clone()
             made.accumulate(wgrads[1][of_g], wgrads[0][of_x], list(out.unbind(0)))
             assert (out - exact).norm() <= 1e-5 * exact.norm()
+
+
+@needs_deepgemm
+@pytest.mark.parametrize("splits", [*RAGGED.values(), (9000, 0, 4100)], ids=[*RAGGED, "very long"])
+def test_wgrads_in_tiles_are_those_of_quantised_rows(splits: tuple[int, ...]) -> None:
+    """In one launch, with numbers of rows on the host and on the device; those of very long experts one by one."""
+    n, k, device = 384, 256, torch.device("cuda")
+    made, start = products(n, k), draws(len(splits), n, k, seed=3).float()
+    for fmt, backwards in itertools.product((FP8, FP4), (False, True)):
+        rows = group_rows(splits, device, backwards=backwards)
+        x, g = draws(rows.unpadded, k, seed=0), draws(rows.unpadded, n, seed=9)
+        exact = start.double()
+        quantised = (fake_quantize(rows.pad(each), fmt, axis=0).double().split(rows) for each in (g, x))
+        for out, of_g, of_x in zip(exact, *quantised, strict=True):
+            out += of_g.t() @ of_x
+        unread = DeviceRows(torch.tensor(splits, device=device), rows.unpadded, backwards=backwards)
+        for each in (rows, unread):
+            of_x, of_g = (made.quantize_unpadded(t, each, OperandSpec(FP8, fmt))[1] for t in (x, g))
+            out = start.clone()
+            made.accumulate(of_g, of_x, list(out.unbind(0)))
+            assert (out - exact).norm() <= 1e-3 * exact.norm()
 
 
 @needs_deepgemm
