@@ -38,8 +38,7 @@ GEMM_INDEX = {gemm: index for index, gemm in enumerate(Gemm)}
 
 _SCALED = frozenset(fmt for fmt, spec in SPECS.items() if spec.scaling in (Scaling.FP32_TENSOR, Scaling.E4M3_FP32))
 
-WHOLE_TENSOR = _SCALED - ROTATED
-"""Formats that have one scale for the whole tensor, from the amax of the tensor itself."""
+WHOLE_TENSOR = _SCALED - ROTATED  # formats that have one scale for the whole tensor, from the amax of the tensor itself
 
 ROTATED_TENSOR = _SCALED & ROTATED
 """Formats that have one scale for the whole tensor, from the amax of its Hadamard transform."""

@@ -24,8 +24,7 @@ from snip_megatron.megatron.startup import say
 from snip_megatron.precision import ALL_BF16, Format
 
 _SETTLING, _SAMPLES = 4, 3
-_HOST_BOUND = 0.03
-"""Share of a microbatch below which the GPU's lag behind the host counts as none."""
+_HOST_BOUND = 0.03  # share of a microbatch below which the GPU's lag behind the host counts as none
 
 
 class HostWait:

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from snip_megatron.precision.errors import AgreedError, SnipError, first_line, quoted
 
-OLDEST, BEYOND = (0, 19, 2), (0, 21, 0)
-"""The first supported release, and the first later one that is not tested."""
+OLDEST, BEYOND = (0, 19, 2), (0, 21, 0)  # the first supported release, and the first later one that is not tested
 
 SUPPORTED = ">=0.19.2,<0.21"
 

@@ -29,8 +29,7 @@ from snip_megatron.runtime.watched import of_ranks
 from snip_megatron.sensitivity.blame import Fault
 from snip_megatron.sensitivity.reduction import ProbeGroups
 
-_CAST_BOUND = 100.0
-"""Least signal to noise ratio in dB of a cast, which is exact."""
+_CAST_BOUND = 100.0  # least signal to noise ratio in dB of a cast, which is exact
 _FIRST = -1  # before all products of a step
 _CHUNK = 2**24  # elements of a parameter that are read at a time
 

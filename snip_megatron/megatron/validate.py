@@ -23,8 +23,7 @@ from snip_megatron.sensitivity.policies import fixed_map, late_shares, needs_for
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest
 
-Conflict = tuple[object, str]
-"""Whether arguments conflict, and the error that names both."""
+Conflict = tuple[object, str]  # whether arguments conflict, and the error that names both
 
 _GRAPHS_WITHOUT_PIPELINE = {
     "full_iteration": "Megatron waits for the device between stages, which no graph holds",

@@ -17,8 +17,7 @@ BLAME_SCHEMA = "snip.blame/1"
 BUG, ROUNDING, NOT_PRECISION, UNFINISHED = "bug", "rounding", "not_precision", "unfinished"
 PASSES = ("bf16", "reference", "kernels")
 
-EXPLAINED = 0.9
-"""Share of the harm that the smallest set of culprits explains."""
+EXPLAINED = 0.9  # share of the harm that the smallest set of culprits explains
 
 
 @dataclass(frozen=True)

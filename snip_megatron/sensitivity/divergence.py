@@ -56,8 +56,7 @@ def second_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
 
 
 # -- weight divergence -------------------------------------------------------------------------------------------------
-EMBEDDING = "embedding"
-"""Prefix of the names of embeddings among the sinks. The other sinks are norms."""
+EMBEDDING = "embedding"  # prefix of the names of embeddings among the sinks. The other sinks are norms
 
 _TINY = 1e-300
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from snip_megatron.precision import LinearId
 
-LIMIT = {4: 0.5, 8: 0.15}
-"""Bits → relative error of a GEMM's result above which it is harmed, whatever its peers have."""
+LIMIT = {4: 0.5, 8: 0.15}  # Bits → relative error of a GEMM's result above which it is harmed, whatever its peers have
 
 RATIO = 1.6
 """A GEMM is harmed if its error is this many times that of the worst fifth of its peers. In 19 healthy steps of a small
@@ -19,8 +18,7 @@ Llama, in uniform and mixed maps, the largest ratio was 1.3 (two formats of uneq
 one harmed GEMM the least was 2.2. The same linear in the other layers is compared with as well: where products cancel,
 all its weight gradients have larger errors (at 1.1B, .019 in the first layer and .057 in the last, all healthy)."""
 
-RARE = 1 / 8
-"""Share of the GEMMs of a kind below which those with as many bits are no peers of each other."""
+RARE = 1 / 8  # share of the GEMMs of a kind below which those with as many bits are no peers of each other
 
 HEALTHY = {4: 0.2, 8: 0.045}
 """Bits → relative error of a GEMM's result that is healthy whatever its peers have. Two independent operands in E4M3

@@ -27,11 +27,9 @@ from snip_megatron.sensitivity.divergence import (
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 
-ESTIMATORS = ("fisher", "noise")
-"""Values of ``--snip-estimator``; the first is the default."""
+ESTIMATORS = ("fisher", "noise")  # values of ``--snip-estimator``; the first is the default
 
-Q_RULES = ("split", "paper")
-"""Values of ``--snip-q``; the first is the default."""
+Q_RULES = ("split", "paper")  # values of ``--snip-q``; the first is the default
 
 FIXED = ("uniform-fp8", "uniform-fp4", "bf16", "nvidia", "mxfp8-forward")
 """Policies with a fixed map.
@@ -47,11 +45,9 @@ LATE = ("late-forward", "late-all")
 ``late-all`` follows NVIDIA's training of a 12 B model. The appendix of its report prefers to switch the forward alone.
 """
 
-TAIL_SHARE = 0.15
-"""Share of the blocks, from the end, that NVIDIA's NVFP4 recipe keeps in bf16."""
+TAIL_SHARE = 0.15  # share of the blocks, from the end, that NVIDIA's NVFP4 recipe keeps in bf16
 
-_PROTECTED = ("mlp.linear_fc2", "self_attention.linear_proj")
-"""What ``layer-type`` protects, the most protected first."""
+_PROTECTED = ("mlp.linear_fc2", "self_attention.linear_proj")  # what ``layer-type`` protects, the most protected first
 
 # Score of an 8-bit format relative to a 4-bit one, for rules that only say what to keep out of 4 bits. It is enough for
 # the solver to prefer bf16 where that costs nothing.
@@ -181,11 +177,9 @@ _SCORES: Mapping[str, Callable[[StatisticsTable, SolveRequest, FloatArray, Float
 }
 _RULES = {"random": _random, "layer-id": _layer_id, "layer-type": _layer_type, "tail": _tail}
 
-UNSOLVED = (*FIXED, *LATE)
-"""Policies whose maps are known before training: they measure and solve nothing."""
+UNSOLVED = (*FIXED, *LATE)  # policies whose maps are known before training: they measure and solve nothing
 
-POLICIES = (*_SCORES, *_RULES, *UNSOLVED)
-"""Values of ``--snip-policy``; the first is the default."""
+POLICIES = (*_SCORES, *_RULES, *UNSOLVED)  # values of ``--snip-policy``; the first is the default
 
 
 def policy_scores(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:

@@ -13,8 +13,7 @@ from snip_megatron.precision.strict_json import JsonFields, is_finite
 from snip_megatron.timing.cost_model import CostModel, LinearShape
 
 Seconds = Mapping[str, Mapping[str, Mapping[str, float]]]
-SHARING = (Gemm.FPROP, Gemm.DGRAD)
-"""The GEMMs that share an operand with wgrad."""
+SHARING = (Gemm.FPROP, Gemm.DGRAD)  # the GEMMs that share an operand with wgrad
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,7 @@ class StepScale:
         return self.tokens / self.tokens_per_step
 
 
-Factors = tuple[Tensor, Tensor]
-"""Factors of the rows and of the columns of a matrix, whose outer product it is."""
+Factors = tuple[Tensor, Tensor]  # factors of the rows and of the columns of a matrix, whose outer product it is
 
 
 def _error_sums(

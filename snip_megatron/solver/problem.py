@@ -33,8 +33,7 @@ _MAX_COST = 1e18
 _MAX_JOINT = 2  # a decision of three items has the product of their choices
 _ROUNDING = 1e-9  # a saving may pass its cost by this share: both are sums rounded to float64
 _NO_AVERAGE = "has no meaning beside loss: what remains is made as fast as the bound allows"
-_Faults = Iterator[tuple[str, str]]
-"""JSON path and what is wrong."""
+_Faults = Iterator[tuple[str, str]]  # JSON path and what is wrong
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,14 @@ from ortools.sat.python import cp_model
 from snip_megatron.solver.relaxation import Relaxation, first_assignment, relax, repair
 from snip_megatron.solver.table import GAP, Bools, Floats, Ints, Table
 
-BITS = 40
-"""Losses and savings are integers of 2^-40 of their range. CP-SAT adds them within int64."""
+BITS = 40  # losses and savings are integers of 2^-40 of their range. CP-SAT adds them within int64
 _SUM_BITS = 59  # of the largest sum
 _LARGEST_SHARE = 4.0  # a saving below -4 shares is as bad as one of -4, and cut so that sums fit
 _CORES = (100, 400, 1600, math.inf)
 _CORE_EFFORT = 0.25
 """Deterministic seconds of all cores but the last, and at first of those of a probe under a limit of the loss."""
-_DIRECT = 400
-"""Most open choices with which a limit of the loss is a constraint of CP-SAT."""
-_TIE_GAP = 3e-3
-"""Gap of the loss of an assignment that is fast enough and within the limit."""
+_DIRECT = 400  # most open choices with which a limit of the loss is a constraint of CP-SAT
+_TIE_GAP = 3e-3  # gap of the loss of an assignment that is fast enough and within the limit
 _RESCALED = 1e-3  # if rounding lowers Σ loss below this share of it, the relaxation is solved again in the new scale
 _HALVINGS = 16
 

@@ -30,15 +30,12 @@ from snip_megatron.solver.problem import Choice, Item, Phase, Problem
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-Formats = Mapping[str, Format]
-"""Item id → format."""
+Formats = Mapping[str, Format]  # item id → format
 
-GAP = 1e-4
-"""A solution is optimal if its certified gap is at most this: scores are estimates good to tens of percent."""
+GAP = 1e-4  # a solution is optimal if its certified gap is at most this: scores are estimates good to tens of percent
 COUPLED_GAP = 1e-2
 """The search stops here for budgets of time over phases: all stages bind in every phase, and proofs take minutes."""
-SLACK = 1e-9
-"""Relative slack of a budget: Σ saving ≥ target·Σ cost·(1 − 1e-9) in float64."""
+SLACK = 1e-9  # relative slack of a budget: Σ saving ≥ target·Σ cost·(1 − 1e-9) in float64
 
 
 @dataclass(frozen=True)
@@ -227,8 +224,7 @@ def _spans(keeps: Collection[int], phases: int) -> list[tuple[int, int]]:
     return list(zip(begins, [*begins[1:], phases], strict=True))
 
 
-Halves = Mapping[str, Sequence[Mapping[Format, float]]]
-"""Item id → joint savings, of which it has a half."""
+Halves = Mapping[str, Sequence[Mapping[Format, float]]]  # item id → joint savings, of which it has a half
 
 
 def _groups(items: Sequence[Item]) -> tuple[list[list[Item]], Halves]:

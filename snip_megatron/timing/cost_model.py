@@ -57,15 +57,13 @@ class LinearShape:
         return 2.0 * self.tokens * self.n * self.k
 
 
-STATED_COPY = 4.0e12
-"""Assumed bytes a second of a copy, if the table has none."""
+STATED_COPY = 4.0e12  # assumed bytes a second of a copy, if the table has none
 ACCUMULATION = 0.58
 """Bandwidth of the kernel that adds a bf16 gradient to ``main_grad``, as a share of a copy's: 0.55, 0.58 and 0.62 in
 three trainings on H200s (``kernels`` of bf16 in ``job_1b_h200_2026-11-23.json``, ``job_8b-blocks_h200_2026-11-23.json``
 and ``job_8b-blocks-4k-tp2_2xh200_2026-11-22.json``)."""
 _ACCUMULATION_BYTES = 10  # per parameter: the gradient is read in bf16, main_grad is read and written in FP32
-FLOPS_RATE = 1e15
-"""The bf16 FLOP/s of :class:`FlopsModel`. The value only scales its times."""
+FLOPS_RATE = 1e15  # the bf16 FLOP/s of :class:`FlopsModel`. The value only scales its times
 _COPIED_BYTES = 4  # per element: read and written in bf16
 _GEMMS = tuple(Gemm)
 _GROUP_WORK: dict[str, Callable[[Point], float]] = {

@@ -22,8 +22,7 @@ from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, 
 from snip_megatron.precision import Format, FormatPair, Gemm
 from snip_megatron.timing.table import OPERANDS, Triple
 
-Size = tuple[int, ...]
-"""Tokens and features of what is measured, in the order of the table's keys."""
+Size = tuple[int, ...]  # tokens and features of what is measured, in the order of the table's keys
 Call = Callable[[int], object]
 """A call to be timed. Its argument counts the calls, so that the call can rotate its buffers."""
 

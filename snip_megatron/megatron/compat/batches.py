@@ -24,8 +24,7 @@ def batch_size_ramp(args: argparse.Namespace) -> str | None:
     return next((name for name in _RAMPS if getattr(args, name[2:].replace("-", "_"), None) is not None), None)
 
 
-_KEPT_STEPS = 3
-"""Number of steps whose microbatches are kept: the guard sees the figures of a step two steps later."""
+_KEPT_STEPS = 3  # number of steps whose microbatches are kept: the guard sees the figures of a step two steps later
 
 
 class PeekableIterator:

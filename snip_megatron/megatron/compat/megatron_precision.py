@@ -57,8 +57,7 @@ share one parameter run inside Transformer Engine only: each gets a weight of it
 """
 _SINGLE = ("moe_single_grouped_weight", "moe_single_grouped_bias")
 
-_OF_0_19 = "moe_ncclep_static_shape"
-"""A setting that 0.20 no longer has."""
+_OF_0_19 = "moe_ncclep_static_shape"  # a setting that 0.20 no longer has
 
 
 _OF_RECIPE = frozenset(("fp8", "fp4", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"))

@@ -5,8 +5,7 @@ BACKENDS = ("auto", "reference", "emulated", "hopper", "transformer_engine")
 Blackwell that is ``transformer_engine``: Transformer Engine's linears run the map themselves, and a backend of this
 room runs probes and measuring passes."""
 
-EMULATIONS = ("reference", "emulated")
-"""Backends that show what formats do to training, and save no time."""
+EMULATIONS = ("reference", "emulated")  # backends that show what formats do to training, and save no time
 
 LIBRARIES = ("auto", "deepgemm", "cublas")
 """Values of ``gemm_library``, the library that runs fp8 and fp4 products. ``auto``: cuBLASLt, and on Hopper DeepGEMM

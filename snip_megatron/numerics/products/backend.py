@@ -128,12 +128,9 @@ class GemmBackend:
     """
 
     name = "reference"
-    products = ""
-    """The library that multiplies, if it depends on what this machine can load: DeepGEMM or cuBLASLt."""
-    replayed: Mapping[str, Any] = MappingProxyType({})
-    """The methods whose calls C++ repeats."""
-    fuses_swiglu = False
-    """Whether :meth:`swiglu` has kernels."""
+    products = ""  # the library that multiplies, if it depends on what this machine can load: DeepGEMM or cuBLASLt
+    replayed: Mapping[str, Any] = MappingProxyType({})  # the methods whose calls C++ repeats
+    fuses_swiglu = False  # whether :meth:`swiglu` has kernels
 
     def check(
         self, device: torch.device | str, formats: Collection[Format], sizes: Collection[tuple[int, int, int]] = ()
@@ -252,5 +249,4 @@ def unflattened(y: Tensor, leading: Sequence[int]) -> Tensor:
 
 
 REFERENCE = GemmBackend()
-REPLAYED = ("quantize", "multiply", "swiglu", "forward", "backward")
-"""The methods of a backend that compute."""
+REPLAYED = ("quantize", "multiply", "swiglu", "forward", "backward")  # the methods of a backend that compute

@@ -31,8 +31,7 @@ TORCH = (2, 11)
 
 _BY_BLOCKS = (1, 128, 128)
 _SMALL = 256  # rows, columns and reduction of the product that is compared before the first use
-_MOST_SIZES = 1024
-"""Largest number of sizes that are timed. The rows of experts differ from step to step."""
+_MOST_SIZES = 1024  # largest number of sizes that are timed. The rows of experts differ from step to step
 _ROUNDS, _SLEEP = 3, 500_000  # of the timing; cycles, a quarter of a millisecond
 _EXPERT_ROWS = 16384
 """Rows of experts from which on their number does not matter for the kernel, with 768 to 7,168 features."""

@@ -6,6 +6,7 @@ is that of the format's GEMM, up to the order of the FP32 additions, at nearly t
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,29 +24,21 @@ _ALIGNED = 16  # bytes, of rows of a result that cuBLASLt writes
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@dataclass(eq=False)
 class EmulatedBackend(GemmBackend):
-    """GEMMs of quantised formats by bf16 tensor cores.
+    """GEMMs of quantised formats by bf16 tensor cores."""
 
-    Args:
-        quantize: :func:`numerics.quantize.operands.quantize_exact`, or the same function in Triton.
-        library: cuBLASLt, which scales and accumulates inside the GEMM. If it is None or has no kernel for operands,
-            torch multiplies, and scaling and accumulation are separate operations.
-        tiled: :func:`numerics.products.tiled_kernel.multiply`, which multiplies operands with a scale for each tile.
-            If it is None, such operands are dequantised and multiplied in FP32.
-    """
+    # :func:`numerics.quantize.operands.quantize_exact`, or the same function in Triton
+    quantize_exact: Callable[..., OperandPair]
+    # cuBLASLt, which scales and accumulates inside the GEMM. If it is None or has no kernel for operands, torch
+    # multiplies, and scaling and accumulation are separate operations
+    library: CublasLt | None = None
+    # :func:`numerics.products.tiled_kernel.multiply`, which multiplies operands with a scale for each tile. If it is
+    # None, such operands are dequantised and multiplied in FP32
+    tiled: Callable[..., None] | None = None
+    _in_torch: bool = field(default=False, init=False)
 
     name = "emulated"
-
-    def __init__(
-        self,
-        quantize: Callable[..., OperandPair],
-        library: CublasLt | None = None,
-        tiled: Callable[..., None] | None = None,
-    ) -> None:
-        self._quantize_exact = quantize
-        self._library = library
-        self._tiled = tiled
-        self._in_torch = False
 
     def check(
         self, device: torch.device | str, formats: Collection[Format], sizes: Collection[tuple[int, int, int]] = ()
@@ -60,7 +53,7 @@ class EmulatedBackend(GemmBackend):
         plain, exact = super().quantize(x, spec, cached), spec.only(SPECS)
         if exact.formats == (None, None) or self._in_torch:
             return plain
-        pair = self._quantize_exact(x, exact, cached)
+        pair = self.quantize_exact(x, exact, cached)
         return (pair[0] or plain[0], pair[1] or plain[1]) if cached is None else cached.operands
 
     def multiply(
@@ -77,7 +70,7 @@ class EmulatedBackend(GemmBackend):
         return out
 
     def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-        return accumulate_plain(self._library, g, x, out)
+        return accumulate_plain(self.library, g, x, out)
 
     def _product(self, a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool], dtype: torch.dtype) -> Tensor:
         """Compute op(a)·op(b) in ``dtype``. ``transposed`` says of each operand whether op transposes it."""
@@ -98,13 +91,13 @@ class EmulatedBackend(GemmBackend):
             return False
         if a.tile is None:
             aligned = out.data_ptr() % _ALIGNED == 0 and out.shape[1] * out.itemsize % _ALIGNED == 0
-            if self._library is None or not aligned:
+            if self.library is None or not aligned:
                 return False
             options: dict[str, Any] = {"transposed": transposed, "factor": _factor(a, b), "out": out, "add": add}
-            return self._library.multiply(a.values, b.values, out.dtype, **options) is not None
-        if self._tiled is not None:
-            self._tiled(*_along_reduction(a, transposed[0]), *_along_reduction(b, not transposed[1]), out, add=add)
-        return self._tiled is not None
+            return self.library.multiply(a.values, b.values, out.dtype, **options) is not None
+        if self.tiled is not None:
+            self.tiled(*_along_reduction(a, transposed[0]), *_along_reduction(b, not transposed[1]), out, add=add)
+        return self.tiled is not None
 
 
 def _along_reduction(side: ExactOperand, transposed: bool) -> tuple[Tensor, Tensor, int]:

@@ -11,6 +11,7 @@ are dequantised and multiplied in FP32.
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -27,77 +28,59 @@ from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.operands import TILED, CachedPair, Operand, OperandPair, OperandSpec, RowMap
 from snip_megatron.precision import Format, FormatPair, Gemm
 
-NATIVE = frozenset((*TILED, Format.FP8_TENSOR, Format.BF16))
-"""Formats that these tensor cores multiply."""
+NATIVE = frozenset((*TILED, Format.FP8_TENSOR, Format.BF16))  # formats that these tensor cores multiply
 _TILED, _QUANTIZED = frozenset(TILED), NATIVE - {Format.BF16}
 _OTHERS = frozenset(Format) - _QUANTIZED
 _ROWS_OF_A, _ROWS_OF_B = 4, 16
 _OUTPUTS = (torch.bfloat16, torch.float32)
 
 
+@dataclass(eq=False)
 class HopperBackend(GemmBackend):
-    """GEMMs on the FP8 tensor cores of a Hopper GPU.
+    """GEMMs on the FP8 tensor cores of a Hopper GPU."""
 
-    Args:
-        quantizers: the module ``quantize.operands``, or ``quantize.kernels.quantize``, its functions in Triton.
-        library: cuBLASLt; tests on a CPU pass an emulation.
-        choices: products that use another proposal of cuBLASLt than the first.
-        deepgemm: DeepGEMM, which multiplies where it is faster than ``library``. None if it is not used.
-        fallback: the backend that runs GEMMs in formats that these tensor cores do not have.
-        activations: the module ``quantize.swiglu``, or its functions in Triton. None if SwiGLU is not fused.
-        groups: DeepGEMM's module, for grouped products in fp8 and fp4. If it is None, these run expert by expert.
-        add_wgrad: :func:`snip_megatron.numerics.products.grouped_wgrad.add_wgrad`, or its reference.
-    """
+    quantizers: Any  # the module ``quantize.operands``, or ``quantize.kernels.quantize``, its functions in Triton
+    library: CublasLt  # tests on a CPU pass an emulation
+    _: KW_ONLY
+    choices: Choices = MappingProxyType({})  # products that use another proposal of cuBLASLt than the first
+    deepgemm: DeepGemm | None = None  # multiplies where it is faster than ``library``. None if it is not used
+    fallback: GemmBackend = REFERENCE  # runs GEMMs in formats that these tensor cores do not have
+    activations: Any = None  # the module ``quantize.swiglu``, or its functions in Triton. None: SwiGLU is not fused
+    # DeepGEMM's module, for grouped products in fp8 and fp4. If it is None, these run expert by expert
+    groups: Any = None
+    # :func:`snip_megatron.numerics.products.grouped_wgrad.add_wgrad`, or its reference
+    add_wgrad: Callable[..., None] = add_wgrad
 
     name = "hopper"
 
-    def __init__(
-        self,
-        quantizers: Any,
-        library: CublasLt,
-        *,
-        choices: Choices = MappingProxyType({}),
-        deepgemm: DeepGemm | None = None,
-        fallback: GemmBackend = REFERENCE,
-        activations: Any = None,
-        groups: Any = None,
-        add_wgrad: Callable[..., None] = add_wgrad,
-    ) -> None:
-        self.quantizers = quantizers
-        self._library = library
-        self._choices = choices
-        self._deepgemm = deepgemm
-        self._fallback = fallback
-        self._activations = activations
-        self.groups = groups
-        self.products = "cuBLASLt" if groups is None else "DeepGEMM"
-        self.add_wgrad = add_wgrad
-        self.fuses_swiglu = activations is not None
+    def __post_init__(self) -> None:
+        self.products = "cuBLASLt" if self.groups is None else "DeepGEMM"
+        self.fuses_swiglu = self.activations is not None
 
     def check(
         self, device: torch.device | str, formats: Collection[Format], sizes: Collection[tuple[int, int, int]] = ()
     ) -> str | None:
         """See the base class. DeepGEMM is compared with cuBLASLt, and disabled if they differ."""
-        fault = None if self._deepgemm is None else difference(self._deepgemm, self._library, device)
+        fault = None if self.deepgemm is None else difference(self.deepgemm, self.library, device)
         if fault is not None:
             self.disable_deepgemm()
-        if self._deepgemm is not None and not _TILED.isdisjoint(formats):
+        if self.deepgemm is not None and not _TILED.isdisjoint(formats):
             with suppress(torch.OutOfMemoryError):  # what is not timed now is timed by its first product
                 for rows, n, k in sizes:
                     for edge, depth in ((n, k), (k, n)):  # fprop and dgrad
                         operands = unit_operands(rows, edge, depth, device)
-                        self._deepgemm.multiply(*operands, torch.bfloat16, self._library)
-        faults = fault and f"{fault}: cuBLASLt multiplies", self._fallback.check(device, _OTHERS.intersection(formats))
+                        self.deepgemm.multiply(*operands, torch.bfloat16, self.library)
+        faults = fault and f"{fault}: cuBLASLt multiplies", self.fallback.check(device, _OTHERS.intersection(formats))
         return "; ".join(filter(None, faults)) or None
 
     def disable_deepgemm(self) -> None:
-        if self._deepgemm is not None:
-            self._deepgemm = self.groups = None
+        if self.deepgemm is not None:
+            self.deepgemm = self.groups = None
             self.products = "cuBLASLt"
 
     def swiglu_kernel(self, y: Tensor, formats: FormatPair) -> str | None:
         """See the base class. Formats with tiles are made in the pass that computes SwiGLU."""
-        if self._activations is None or not self._activations.fits(y):
+        if self.activations is None or not self.activations.fits(y):
             return None
         if {*_TILED, None}.issuperset(formats):
             return "quantize"
@@ -106,7 +89,7 @@ class HopperBackend(GemmBackend):
     def swiglu(
         self, y: Tensor, d: Tensor | None, spec: OperandSpec | None, probs: Tensor | None = None
     ) -> tuple[Any, ...]:
-        kernels = self._activations
+        kernels = self.activations
         assert kernels is not None
         result: tuple[Any, ...]
         if spec is None:
@@ -126,7 +109,7 @@ class HopperBackend(GemmBackend):
             row, col = self.quantizers.quantize_operands(x, spec, cached, rows)
         other_formats = spec.only(_OTHERS)
         if other_formats.formats != (None, None):
-            of_fallback = self._fallback.quantize(x, other_formats, cached)
+            of_fallback = self.fallback.quantize(x, other_formats, cached)
             row, col = row or of_fallback[0], col or of_fallback[1]
         return (row, col) if cached is None else cached.operands
 
@@ -137,7 +120,7 @@ class HopperBackend(GemmBackend):
         if not (isinstance(a, Operand) and isinstance(b, Operand)):
             if isinstance(a, UnquantizedOperand) and a.format is Format.BF16:
                 return super().multiply(gemm, a, b, dtype, out)
-            return self._fallback.multiply(gemm, a, b, dtype, out)
+            return self.fallback.multiply(gemm, a, b, dtype, out)
         wgrad, padding = gemm is Gemm.WGRAD, -a.rows % _ROWS_OF_A
         if padding:
             padded = self.multiply(gemm, _padded(a, padding), b, dtype)[:-padding]
@@ -145,18 +128,18 @@ class HopperBackend(GemmBackend):
         output = torch.float32 if wgrad or dtype not in _OUTPUTS else dtype
         product: Tensor | None = None
         if a.rows > 0 and b.rows > 0 and b.rows % _ROWS_OF_B == 0 and b.values.shape[1] > 0:
-            if self._deepgemm is not None and not wgrad:
-                product = self._deepgemm.multiply(a, b, output, self._library)
+            if self.deepgemm is not None and not wgrad:
+                product = self.deepgemm.multiply(a, b, output, self.library)
             if product is None:
                 fast, choice = a.scaling == "tensor" and not wgrad, 0
                 if fast and output is torch.bfloat16:
-                    choice = self._choices.get((a.rows, b.rows, a.values.shape[1]), 0)
+                    choice = self.choices.get((a.rows, b.rows, a.values.shape[1]), 0)
                 if wgrad and out is not None and is_gradient(out):
-                    product = self._library.multiply(a, b, out.dtype, out=out, add=True)
+                    product = self.library.multiply(a, b, out.dtype, out=out, add=True)
                     if product is not None:
                         return out
                 target = out if output is dtype and not wgrad else None
-                product = self._library.multiply(a, b, output, fast=fast, choice=choice, out=target)
+                product = self.library.multiply(a, b, output, fast=fast, choice=choice, out=target)
         if product is None:  # cuBLASLt has no kernel
             product = a.dequantize() @ b.dequantize().t()
         if wgrad and out is not None:
@@ -164,7 +147,7 @@ class HopperBackend(GemmBackend):
         return product if product.dtype is dtype else product.to(dtype)
 
     def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-        return accumulate_plain(self._library, g, x, out)
+        return accumulate_plain(self.library, g, x, out)
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
         if n % TILE or k % TILE or dtype is not torch.bfloat16:

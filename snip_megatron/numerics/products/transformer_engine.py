@@ -23,8 +23,7 @@ from snip_megatron.precision.errors import first_line
 QUANTIZERS = (Format.BF16, Format.FP8, Format.FP8_TENSOR, Format.MXFP8, Format.NVFP4)
 """Formats that a quantizer of Transformer Engine has."""
 
-FACTORY_MODULE = "snip_te_map"
-"""Name of the module that an exported map is."""
+FACTORY_MODULE = "snip_te_map"  # name of the module that an exported map is
 
 _FACTORY_TABLE = "FORMATS: dict[str, tuple[str, str, str]] = {}"
 """The line of its source file that the formats of the map replace."""

@@ -16,8 +16,7 @@ from snip_megatron.numerics.quantize.rounding import MASK64, key_words, splitmix
 
 _PARTS = 5  # of a seed: seed, step, microbatch, linear, GEMM
 _SIDE = 4  # int32 between the words of two GEMMs: pointers stay 16-byte aligned
-KeyWords = tuple[Tensor, Tensor]
-"""Key words, int32 [2] each, of dgrad and wgrad, the two GEMMs that read a gradient."""
+KeyWords = tuple[Tensor, Tensor]  # key words, int32 [2] each, of dgrad and wgrad, the two GEMMs that read a gradient
 
 
 class LinearIdentity(NamedTuple):

@@ -10,8 +10,7 @@ from enum import Enum
 from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError, quoted
 
-TILE = 128
-"""Edge of the paper's tiles (1×128) and blocks (128×128)."""
+TILE = 128  # edge of the paper's tiles (1×128) and blocks (128×128)
 
 
 @dataclass(frozen=True)

@@ -269,8 +269,7 @@ def _cropped(x: Tensor, rows: int, cols: int) -> Tensor:
 # product stays the same, and an outlier is spread over its group, so that tiles are quantised with smaller errors. Each
 # row of a group may first be multiplied by ±1. An incomplete last group is padded with zeros.
 
-POINTS = 16
-"""Rows of a group."""
+POINTS = 16  # rows of a group
 
 Signs = int | Tensor
 """A number in [0, 2^16), or an int32 tensor [1] on the device. If bit i is set, row i of every group changes its sign.

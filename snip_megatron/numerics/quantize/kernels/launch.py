@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TypedTensor = tuple[Tensor, torch.dtype]
-"""A tensor, and the dtype as which a kernel sees it."""
-current = threading.local()
-"""Its attribute ``recording`` is the :class:`.replay.Recording` of this thread in progress."""
+TypedTensor = tuple[Tensor, torch.dtype]  # a tensor, and the dtype as which a kernel sees it
+current = threading.local()  # its attribute ``recording`` is the :class:`.replay.Recording` of this thread in progress
 _SAME_DEVICE = nullcontext()
 _MOST_COMPILED = 4096
 _ALIGNED = 16  # bytes; Triton compiles another kernel for pointers that are not aligned
@@ -102,8 +100,7 @@ class Listing:
     kernels: dict[str | Source, None] = field(default_factory=dict)
 
 
-listings: list[Listing] = []
-"""The listings in progress, the innermost last."""
+listings: list[Listing] = []  # the listings in progress, the innermost last
 
 
 @contextmanager

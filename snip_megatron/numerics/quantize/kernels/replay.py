@@ -244,8 +244,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self._tensors), tuple(reversed(steps)), placed
 
 
-launcher = ctypes.c_uint64()
-"""The address of ``cuLaunchKernel``."""
+launcher = ctypes.c_uint64()  # the address of ``cuLaunchKernel``
 
 
 def run_opaque(function: Callable[..., object], *arguments: object) -> None:
