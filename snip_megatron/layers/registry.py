@@ -2,6 +2,7 @@
 
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -104,34 +105,23 @@ class DeviceStep:
             handle.state.graphed.weight.clear()
 
 
+@dataclass(eq=False)
 class LinearRegistry:
-    """The converted linears of this rank by global name, in global order.
+    """The converted linears of this rank by global name, in global order."""
 
-    Attributes:
-        rows: all linears of the model, over all ranks, in the order that maps and broadcasts use.
-        uncovered: linears of the model that are not converted and stay in bf16.
-        device: the state of the step that CUDA graphs read. None without graphs.
-        generation: number of adopted maps that changed a format.
-        stock: name of a linear of the model that was not converted → why.
-    """
+    rows: tuple[LinearRow, ...]  # all linears of the model, over all ranks, in the order that maps and broadcasts use
+    context: StepContext
+    stock: Mapping[str, str] = field(default_factory=dict)  # name of a linear of the model that was not converted → why
+    uncovered: tuple[LinearRow, ...] = ()  # linears of the model that are not converted and stay in bf16
+    current: PrecisionMap = field(default_factory=lambda: PrecisionMap(choices={}), init=False)
+    device: DeviceStep | None = field(default=None, init=False)  # state of the step that CUDA graphs read, or None
+    generation: int = field(default=0, init=False)  # number of adopted maps that changed a format
+    _handles: dict[tuple[str, int | None], LinearHandle] = field(default_factory=dict, init=False)
+    _ordered: list[LinearHandle] = field(default_factory=list, init=False)
 
-    def __init__(
-        self,
-        rows: Sequence[LinearRow],
-        context: StepContext,
-        stock: Mapping[str, str] | None = None,
-        uncovered: Sequence[LinearRow] = (),
-    ) -> None:
-        self.rows, self.uncovered = tuple(rows), tuple(uncovered)
-        self.names = [row.name for row in rows]
+    def __post_init__(self) -> None:
+        self.names = [row.name for row in self.rows]
         self._position = {name: position for position, name in enumerate(self.names)}
-        self.context = context
-        self.current = PrecisionMap(choices={})
-        self.device: DeviceStep | None = None
-        self.generation = 0
-        self.stock = dict(stock or {})
-        self._handles: dict[tuple[str, int | None], LinearHandle] = {}
-        self._ordered: list[LinearHandle] = []
 
     def add(self, handle: LinearHandle) -> None:
         """Register a linear, or that of one expert. Raises SnipError if it is registered, or not of this model."""

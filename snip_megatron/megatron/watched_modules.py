@@ -89,13 +89,7 @@ class _Tap(torch.autograd.Function):
 
 
 class _ModuleWatch:
-    """Watches one module.
-
-    Attributes:
-        is_megatron: whether it is Megatron's own, of which the product alone is watched.
-        mode: "column" or "row" if what is watched exchanges as such a linear, otherwise None.
-        shards: whether it then gathers and scatters tokens.
-    """
+    """Watches one module."""
 
     def __init__(
         self,
@@ -106,13 +100,13 @@ class _ModuleWatch:
         *,
         keeps_weights: bool,
     ) -> None:
-        self.is_megatron = hasattr(module, "_forward_impl")
-        self.mode: str | None = None
+        self.is_megatron = hasattr(module, "_forward_impl")  # of which the product alone is watched
+        self.mode: str | None = None  # "column" or "row" if what is watched exchanges as such a linear
         if not self.is_megatron:
             self.mode = getattr(module, "parallel_mode", None) if handles[0].tp_size > 1 else None
         elif handles[0].parallel == "column" and not module.explicit_expert_comm:
             self.mode = "column" if module.sequence_parallel or module.allreduce_dgrad else None
-        self.shards = self.mode is not None and bool(module.sequence_parallel)
+        self.shards = self.mode is not None and bool(module.sequence_parallel)  # whether it exchanges tokens
         self.module, self.handles, self.recipe, self.watcher = module, handles, recipe, watcher
         self._keeps_weights = keeps_weights
         self._call: _Call | None = None
@@ -257,11 +251,7 @@ class _Call:
 
 
 class _ModuleProduct(Product):
-    """A linear of the host's own code in one microbatch.
-
-    Attributes:
-        scales: the scales of "x", "w" and "g" under delayed scaling.
-    """
+    """A linear of the host's own code in one microbatch."""
 
     # what lies between dgrad and the gradient of the module's input. None if nothing does
     through: Callable[[Tensor], Tensor] | None = None
@@ -273,7 +263,8 @@ class _ModuleProduct(Product):
             reduce_scatter=shards and mode == "row",
         )  # fmt: skip
         super().__init__(call, x, handle.weight, watch.watcher.formats_of(handle))
-        self.recipe, self.scales, self._shards = watch.recipe, scales, shards
+        self.recipe, self._shards = watch.recipe, shards
+        self.scales = scales  # of "x", "w" and "g" under delayed scaling
         self._sums = {"row": Gemm.FPROP, "column": Gemm.DGRAD}.get(mode or "")
         if self._sums is not None or not watch.is_megatron:
             self.summed = None  # the sum is compared with the product

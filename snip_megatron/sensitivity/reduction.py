@@ -7,7 +7,7 @@ ranks is therefore the global sum on every parallel layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,29 +66,25 @@ class ProbeGroups:
         return group_size(self.dp)
 
 
+@dataclass(eq=False)
 class PartialTable:
-    """This rank's share of the table's arrays. The shares of all ranks, which have the same rows, add up to the table.
+    """This rank's share of the table's arrays. Those of all ranks, which have the same rows, add up to the table."""
 
-    Attributes:
-        arrays: NumPy arrays by their names in the table, float64. They hold the values that were added before the last
-            :meth:`pack`.
-    """
+    linears: tuple[LinearRow, ...]
+    formats: tuple[str, ...]
+    sinks: tuple[SinkRow, ...]
+    gradient_scale: float = 1.0
 
-    def __init__(
-        self,
-        linears: tuple[LinearRow, ...],
-        formats: tuple[str, ...],
-        sinks: tuple[SinkRow, ...],
-        gradient_scale: float = 1.0,
-    ) -> None:
-        self._shape, self._scale = (linears, formats, sinks), gradient_scale
-        self._row = {row.name: index for index, row in enumerate(linears)}
-        self.arrays = {name: np.zeros(size) for name, size in array_shapes(*self._shape).items()}
+    def __post_init__(self) -> None:
+        self._row = {row.name: index for index, row in enumerate(self.linears)}
+        # By their names in the table, float64. They hold the values that were added before the last :meth:`pack`.
+        shapes = array_shapes(self.linears, self.formats, self.sinks)
+        self.arrays = {name: np.zeros(size) for name, size in shapes.items()}
         self._added: list[tuple[str, int, torch.Tensor]] = []
 
     def empty(self) -> PartialTable:
         """Return a share of zeros of the same table."""
-        return PartialTable(*self._shape, self._scale)
+        return replace(self)
 
     def add(self, array: str, row: str | int, value: torch.Tensor) -> None:
         """Add to a row of an array. Rows are names of linears, or indices of boundaries and sinks."""
@@ -117,7 +113,7 @@ class PartialTable:
                 for array, row, value in self._added:
                     part, values = values[: value.numel()].reshape(value.shape), values[value.numel() :]
                     column = array.rpartition(".")[2]
-                    self.arrays[array][row] += part * (self._scale**2 if column in _GRADIENT_COLUMNS else 1.0)
+                    self.arrays[array][row] += part * (self.gradient_scale**2 if column in _GRADIENT_COLUMNS else 1.0)
             self._added.clear()
         self._packed = torch.from_numpy(np.concatenate([array.ravel() for array in self.arrays.values()])).to(device)
         return self
@@ -143,9 +139,9 @@ class PartialTable:
 
     def to_table(self, *, step: int, tokens: int, tokens_per_step: int, meta: dict[str, float]) -> StatisticsTable:
         """Return the finished table, with the entries that follow from others."""
-        linears, formats, sinks = self._shape
-        _complete_row_parallel(linears, self.arrays)
-        return StatisticsTable(step, tokens, tokens_per_step, formats, linears, sinks, self.arrays, meta)
+        _complete_row_parallel(self.linears, self.arrays)
+        sizes = step, tokens, tokens_per_step
+        return StatisticsTable(*sizes, self.formats, self.linears, self.sinks, self.arrays, meta)
 
 
 def _complete_row_parallel(rows: Sequence[LinearRow], arrays: dict[str, np.ndarray]) -> None:

@@ -77,21 +77,14 @@ _GROUP_WORK |= {f"fused_{operand}": _GROUP_WORK[operand] for operand in OPERANDS
 
 
 class CostModel:
-    """Predicts the seconds that a training step spends in one GEMM of one linear on one rank, from measured times.
-
-    Attributes:
-        table: the measured times. None if nothing was measured.
-        name: the device of the table, or ``flops``.
-        formats: the formats that have times. A variant that has none takes those of its base.
-        assumptions: what the model assumes, a sentence each.
-    """
+    """Predicts the seconds that a training step spends in one GEMM of one linear on one rank, from measured times."""
 
     def __init__(self, table: TimingTable) -> None:
-        self.table: TimingTable | None = table
-        self.name = table.device
-        self.formats = table.formats
+        self.table: TimingTable | None = table  # None if nothing was measured
+        self.name = table.device  # or ``flops``
+        self.formats = table.formats  # those that have times. A variant that has none takes those of its base
         self._copy_rate = table.copy_rate
-        self.assumptions: tuple[str, ...] = (
+        self.assumptions: tuple[str, ...] = (  # a sentence each
             f"GEMMs and quantisation as measured on {table.device} ({table.about.get('date', 'no date')}); between"
             " measured shapes by multilinear interpolation of log rates",
             "one microbatch after the other: nothing of a linear overlaps with anything else",

@@ -110,12 +110,6 @@ class Compilation:
 
     No process starts if all kernels have been compiled on this machine before. Processes end after ``patience`` seconds
     without a compiled kernel. With ``replays``, ``replay.cpp`` is compiled as well.
-
-    Attributes:
-        kernels, processes: their numbers.
-        compiled: number of kernels that the processes have compiled so far.
-        remaining: number of kernels that will be compiled at their first launch. It is 0 while processes run.
-        seconds: time from the start of the processes to their end, 0 if none was started.
     """
 
     def __init__(
@@ -127,7 +121,10 @@ class Compilation:
         replays: bool = False,
         patience: float = 120.0,
     ) -> None:
-        self.kernels, self.processes, self.compiled, self.remaining, self.seconds = len(kernels), 0, 0, 0, 0.0
+        self.kernels, self.processes = len(kernels), 0
+        self.compiled = 0  # kernels that the processes have compiled so far
+        self.remaining = 0  # kernels that will be compiled at their first launch. It is 0 while processes run
+        self.seconds = 0.0  # time from the start of the processes to their end, 0 if none was started
         share_cache()
         self._done = _done_file([kernel for kernel in kernels if isinstance(kernel, str)], target, replays=replays)
         self._started = self._last_progress = time.monotonic()
