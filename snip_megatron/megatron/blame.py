@@ -165,11 +165,11 @@ def guard_blame(
     step_of: Callable[[StepCall], MegatronStep],
     alarm: Alarm,
     failed: PrecisionMap,
-) -> Blame | None:
-    """Return the verdict about the step of an alarm, before the guard takes its map back, and write it. Collective.
+) -> dict[str, Any]:
+    """Write the verdict about the step of an alarm, before the guard takes its map back. Collective.
 
     The weights are those that training has now. If a rank has not kept the microbatches of the step, as after a resume,
-    they are the next ones. Returns None if the data has no more.
+    they are the next ones. There is no verdict if the data has no more. Returns the fields of the event.
     """
     count = guard_microbatches(config, host, call)
 
@@ -186,14 +186,18 @@ def guard_blame(
     ]  # fmt: skip
     readable = next((each for each in map(functools.partial(_on_all_ranks, host), candidates) if each), None)
     if readable is None:
-        return None
+        return {"verdict": UNFINISHED, "why": "no microbatches are left", "culprit": "", "seconds": 0.0}
     root = run_folder(config, args) or Path(tempfile.gettempdir())
-    place = Place(readable.step + 1, None, root, Weights(call.step, weights_digest(call.model)))
+    weights = Weights(call.step, weights_digest(call.model))
     limits = {"seconds": config.guard_blame_seconds, "microbatches": count}
+    place = Place(readable.step + 1, None, root, weights)
     blame = _verdict(snip_job(failed, registry), host, registry, step_of(readable), place, **limits)
     remedies = RemedyWriter(config, args, registry.rows)
     on_rank_zero(lambda: publish(remedies.write(blame, failed, root), root))
-    return blame
+    culprit = next(iter(blame.culprits), None) or blame.bug
+    named = "" if culprit is None else f"{culprit.linear}:{culprit.gemm}"
+    fields = {"verdict": blame.verdict, "why": blame.reason, "culprit": named, "seconds": blame.seconds}
+    return fields | {"of_step": blame.step - 1, "weights": weights.digest}
 
 
 def guard_microbatches(config: SnipConfig, host: Host, call: StepCall) -> int:

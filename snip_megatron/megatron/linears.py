@@ -27,27 +27,12 @@ _IGNORED = {"gradient_accumulation_fusion"}  # weight gradients are always accum
 
 
 def product(
-    handle: LinearHandle,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    sequence_parallel: bool = False,
-    allreduce_dgrad: bool = False,
-    tp_group: Any = None,
-    reduce_scatter: bool = False,
+    handle: LinearHandle, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **exchange: Any
 ) -> torch.Tensor:
-    """Return X·Wᵀ (+ bias) in the formats of the precision map. The arguments are those of :class:`LinearCall`."""
+    """Return X·Wᵀ (+ bias) in the formats of the precision map. ``exchange`` are arguments of :class:`LinearCall`."""
     override = handle.context.override
-    call = LinearCall(
-        handle=handle,
-        sequence_parallel=sequence_parallel,
-        allreduce_dgrad=allreduce_dgrad,
-        tp_group=tp_group,
-        has_backward=torch.is_grad_enabled(),
-        override=None if override is None else override(handle),
-        reduce_scatter=reduce_scatter,
-    )
+    requested = None if override is None else override(handle)
+    call = LinearCall(handle, has_backward=torch.is_grad_enabled(), override=requested, **exchange)
     return QuantizedLinear.apply(x, weight, bias, call)  # type: ignore[no-untyped-call,no-any-return]
 
 

@@ -41,12 +41,10 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller, OnAdopt
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.exchange import Failure, MapChannel, StepReport, UpdateBrokenError
-from snip_megatron.runtime.guard import Alarm
 from snip_megatron.runtime.host import Host, ProbeResult, Unmeasured
 from snip_megatron.runtime.probe import ProbeRunner
 from snip_megatron.runtime.rise import Rise
 from snip_megatron.runtime.state import ControllerState
-from snip_megatron.sensitivity.blame import UNFINISHED
 from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest
@@ -246,9 +244,12 @@ class SnipRun:
             return self._probes.measure_maps(self._step_without_graphs(call), maps, controller.state.sequences)
 
         with _between_steps(call.step, "adoption"):
-            diagnose = functools.partial(self._diagnose, call) if self._config.guard_blame else None
+            diagnose = None
             if self._config.guard_blame:
                 assert self._host is not None
+                assert self._registry is not None
+                job = self._config, self._args, self._host, self._registry
+                diagnose = functools.partial(guard_blame, *job, call, self._step_without_graphs)
                 count = guard_microbatches(self._config, self._host, call)
                 compat.keep_microbatches(call.data_iterator, call.step, count)
             controller.before_step(call.step, probe, measure, diagnose)
@@ -307,20 +308,6 @@ class SnipRun:
             registry.adopt(in_force)
             job = snip_job(in_force, registry)
         run_blame(self._config, self._args, host, registry, call, job, self._step_without_graphs)
-
-    def _diagnose(self, call: StepCall, alarm: Alarm, failed: PrecisionMap) -> dict[str, Any]:
-        """Find out on the microbatches of an alarm's step what is to blame. Returns the fields of the event."""
-        assert self._host is not None
-        assert self._registry is not None
-        without_graphs = self._step_without_graphs
-        blame = guard_blame(self._config, self._args, self._host, self._registry, call, without_graphs, alarm, failed)
-        if blame is None:
-            return {"verdict": UNFINISHED, "why": "no microbatches are left", "culprit": "", "seconds": 0.0}
-        culprit = next(iter(blame.culprits), None) or blame.bug
-        named = "" if culprit is None else f"{culprit.linear}:{culprit.gemm}"
-        assert blame.weights is not None
-        fields = {"verdict": blame.verdict, "why": blame.reason, "culprit": named, "seconds": blame.seconds}
-        return fields | {"of_step": blame.step - 1, "weights": blame.weights.digest}
 
     def _build(self, call: StepCall) -> Controller:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"

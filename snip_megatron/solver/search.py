@@ -6,7 +6,7 @@ all assignments.
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -126,6 +126,7 @@ def _rounded(table: Table, relaxation: Relaxation, start: Ints) -> Ints:
 
 
 # -- the least loss ----------------------------------------------------------------------------------------------
+@dataclass
 class _Search:
     """Minimises Σ shifted loss, the ``score``, from a feasible assignment; keeps the best and a bound of all.
 
@@ -133,19 +134,18 @@ class _Search:
     near the least loss of an assignment within it.
     """
 
-    def __init__(
-        self,
-        table: Table,
-        assignment: Ints,
-        limits: Limits,
-        *,
-        exact: bool,
-        effort: float = math.inf,
-        limit: float = math.inf,
-    ) -> None:
-        self.table, self.limits, self.exact, self.effort, self.limit = table, limits, exact, effort, limit
-        self.assignment, self.score, self.bound = assignment, table.shifted_loss(assignment), 0.0
-        self.relaxation: Relaxation | None = None
+    table: Table
+    assignment: Ints
+    limits: Limits
+    _: KW_ONLY
+    exact: bool
+    effort: float = math.inf
+    limit: float = math.inf
+    bound: float = field(default=0.0, init=False)
+    relaxation: Relaxation | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.score = self.table.shifted_loss(self.assignment)
 
     def run(self) -> Outcome:
         self._relax()

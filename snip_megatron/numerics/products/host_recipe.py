@@ -204,25 +204,21 @@ class DelayedScale:
 
 
 # -- the products ------------------------------------------------------------------------------------------------------
+@dataclass(eq=False)
 class RecipeGemms(GemmBackend):
-    """The GEMMs of a recipe. GEMMs in bf16 are those of the reference.
+    """The GEMMs of a recipe. GEMMs in bf16 are those of the reference."""
 
-    Args:
-        recipe: the recipe.
-        scale_of: what the histories of one linear give. None unless scaling is delayed.
-    """
+    recipe: HostRecipe
+    scale_of: ScaleOf | None = None  # what the histories of one linear give. None unless scaling is delayed
 
     name = "host_recipe"
-
-    def __init__(self, recipe: HostRecipe, scale_of: ScaleOf | None = None) -> None:
-        self.recipe, self._scale_of = recipe, scale_of
 
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None, expert: int = 0) -> OperandPair:
         """See the base class. Every format but bf16 stands for the recipe."""
         pair = list(super().quantize(x, spec, cached))
         operand, scale = "w" if spec.weight else "x" if spec.keys is None else "g", None
-        if self._scale_of is not None and not {None, Format.BF16}.issuperset(spec.formats):
-            scale = self._scale_of(expert, operand, x)
+        if self.scale_of is not None and not {None, Format.BF16}.issuperset(spec.formats):
+            scale = self.scale_of(expert, operand, x)
         for side, axis, fmt, key in zip((0, 1), (1, 0), spec.formats, spec.seeds, strict=True):
             if fmt is not None and fmt is not Format.BF16:
                 draws = None if key is None or not self.recipe.stochastic else _draws(x, key, spec)
