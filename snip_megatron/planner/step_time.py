@@ -16,9 +16,9 @@ from snip_megatron.timing.cost_model import (
     STATED_COPY,
     CostModel,
     LinearShape,
+    LogGrid,
     accumulation_seconds,
 )
-from snip_megatron.timing.log_grid import LogGrid
 
 ASSUMPTIONS = (
     "step: the slowest stage's work times 1 + (pp − 1) / (vpp · microbatches), plus exposed gradient and parameter"

@@ -38,8 +38,10 @@ from snip_megatron.runtime.watched import watched
 from snip_megatron.sensitivity.blame import (
     BUG,
     EXPLAINED,
+    LIMIT,
     NOT_PRECISION,
     PASSES,
+    RATIO,
     ROUNDING,
     UNFINISHED,
     Blame,
@@ -50,9 +52,10 @@ from snip_megatron.sensitivity.blame import (
     PassFigures,
     Trial,
     Weights,
+    outliers,
     smallest_set,
+    worst_part,
 )
-from snip_megatron.sensitivity.outliers import LIMIT, RATIO, outliers, worst_part
 
 SINGLES = 4
 """Number of suspects that are restored one by one."""

@@ -3,13 +3,6 @@
 These names are checked when the modules are imported.
 """
 
-from snip_megatron.megatron.compat.batches import (
-    batch_size_ramp,
-    divisible,
-    keep_microbatches,
-    past_microbatches,
-    repeated,
-)
 from snip_megatron.megatron.compat.checkpoints import checkpoint_arguments, checkpoint_has, state_beside_model
 from snip_megatron.megatron.compat.gradients import (
     check_gradient_reduction,
@@ -30,12 +23,17 @@ from snip_megatron.megatron.compat.host_work import fuse_copies, lighten_buckets
 from snip_megatron.megatron.compat.loop import (
     TrainStep,
     attention_logits_restored,
+    batch_size_ramp,
+    divisible,
     evaluations_watched,
     gather_parameters,
+    keep_microbatches,
     learning_rate,
     loss_tokens_counted,
+    past_microbatches,
     quiet_schedule,
     random_states,
+    repeated,
     rerun_disabled,
     separate_offloading,
     wrap_evaluate,

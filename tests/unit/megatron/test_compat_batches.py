@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
 
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.compat.batches import PeekableIterator
+from snip_megatron.megatron.compat.loop import PeekableIterator
 from snip_megatron.precision.errors import SnipError
 
 

@@ -10,8 +10,19 @@ import torch
 
 from snip_megatron.numerics.products.host_recipe import HostRecipe
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.sensitivity.blame import Blame, Culprit, Fault, Harm, PassFigures, Remedy, Trial, smallest_set
-from snip_megatron.sensitivity.outliers import LIMIT, outliers, worst_part
+from snip_megatron.sensitivity.blame import (
+    LIMIT,
+    Blame,
+    Culprit,
+    Fault,
+    Harm,
+    PassFigures,
+    Remedy,
+    Trial,
+    outliers,
+    smallest_set,
+    worst_part,
+)
 
 BLAME = Blame(
     37, None, "snip", "3 GEMMs in fp8", "bug", "it is",

@@ -14,8 +14,7 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import MODELS
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.timing.calibration import Workload, calibrate, grid_workload, shapes_workload
-from snip_megatron.timing.cost_model import LinearShape
-from snip_megatron.timing.log_grid import LogGrid
+from snip_megatron.timing.cost_model import LinearShape, LogGrid
 from snip_megatron.timing.measure import Call, HostClock, Measurer
 from snip_megatron.timing.table import TimingTable
 from tests.unit.numerics.products import emulated_grouped

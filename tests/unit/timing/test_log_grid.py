@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snip_megatron.timing.log_grid import LogGrid
+from snip_megatron.timing.cost_model import LogGrid
 
 AXES = ((64, 256, 1024), (128, 512), (100, 1000, 5000))
 POINTS = list(itertools.product(*AXES))
