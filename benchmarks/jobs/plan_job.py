@@ -7,6 +7,11 @@ graph setting, or with the other one if the job lacks it. Contenders with update
 keeps no copy. Under the default budget everything is taken to be in fp8_tensor. Under a share of 75 %, dgrad and wgrad
 are taken to be in fp4, and fprop in fp4 in every fourth block and else in fp8. ``--timings`` is a table of ``snip
 calibrate``. Context parallelism is not predicted.
+
+    python -m benchmarks.jobs.plan_job --mixtures results/jobs/job_qwen3-moe*.json [--out F.json]
+
+compares the steps of mixtures under the first map of ``--snip`` alone with their predictions at the time, and with
+those of the plan. A run whose steps in bf16 wait for their host predicts the latter, from GEMM times that it measured.
 """
 
 from __future__ import annotations
@@ -20,13 +25,15 @@ from typing import Any
 
 from benchmarks.common import write
 from benchmarks.job import read_job
-from benchmarks.jobs.contenders import CONTENDERS, Contender
+from benchmarks.jobs.contenders import CONTENDERS, MODELS, Contender
+from benchmarks.jobs.multi_gpu_runs import LLAMA
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import Llama
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import Format, Formats
+from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm, LinearRow
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.timing.cost_model import CostModel, load_cost_model
+from snip_megatron.tools.plan import training_of
 
 JOBS = Path(__file__).resolve().parents[1] / "results" / "jobs"
 
@@ -47,6 +54,39 @@ def layout_of(job: dict[str, Any]) -> Layout:
         int(sizes["--global-batch-size"]), sequence_parallel="--sequence-parallel" in sizes,
         gradient_accumulation_fusion="--fused-accumulation" in job["command"],  # no such machine has had Apex
     )  # fmt: skip
+
+
+def first_map(job: dict[str, Any], model: CostModel) -> dict[str, float]:
+    """Return milliseconds of a step of a mixture in bf16 and under its first map, and errors of the predictions."""
+    (name,) = (name for name in job["maps"] if name.startswith("snip_default"))
+    known = MODELS[job["model"]]
+    words = [*LLAMA, *job["arguments"], *known.transformer_engine, "--train-iters", "60"]
+    if "--multi-latent-attention" in words:
+        words.remove("--group-query-attention")
+    layout = training_of(words, job["gpus"]).layout
+    assert isinstance(layout, Layout)
+    step = StepModel(layout, model)
+    formats: dict[str, dict[str, Format]] = {}
+    for each in job["maps"][name][0]["formats"]:
+        option, _, chosen = each.partition(" ")
+        linear, _, gemm = option.rpartition(":")
+        formats.setdefault(linear, {})[gemm] = Format(chosen)
+
+    def formats_of(row: LinearRow) -> Formats:
+        fprop, dgrad, wgrad = (formats.get(row.id.path, {}).get(gemm, Format.BF16) for gemm in Gemm)
+        return fprop, dgrad, wgrad
+
+    usual = job["updates"][name][0]["usual_ms"]
+    planned = 1e3 * step.step(formats_of).total
+    return {
+        "bf16": usual["before"],
+        "planned_bf16": 1e3 * (step.step(lambda row: ALL_BF16).total),
+        "measured": usual["after"],
+        "predicted": job["predicted"][name],
+        "planned": planned,
+        "error": job["predicted"][name] / usual["after"] - 1.0,
+        "planned_error": planned / usual["after"] - 1.0,
+    }
 
 
 def _values(arguments: Sequence[str]) -> dict[str, str]:
@@ -96,9 +136,14 @@ def _compare(predicted: float, measured: float) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Errors of predicted steps of whole trainings")
     parser.add_argument("--job", type=Path, default=JOBS / "job_1b-default_h200_2026-11-26.json")
+    parser.add_argument("--mixtures", type=Path, nargs="+", metavar="JOB", help="first maps of mixtures instead")
     parser.add_argument("--timings", default="h200", help="as snip plan's")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.mixtures:
+        rows = [_mixture(path) for path in arguments.mixtures]
+        _write(arguments, {}, rows)
+        return 0
     job = read_job(arguments.job, "plan_job.py: --job")
     if not {"bf16", "bf16_graphs"} & job["ms"].keys():
         sys.exit(f"plan_job.py: --job {arguments.job}: has no step of bf16 to compare speedups with")
@@ -113,10 +158,21 @@ def main() -> int:
             f"{row['contender']:24s} {ms['predicted']:12.1f} {ms['measured']:9.1f} {ms['error']:+7.1%}"
             f" {speedup['predicted']:19.3f} {speedup['measured']:9.3f} {speedup['error']:+7.1%}"
         )
-    if arguments.out is not None:
-        about = {"command": " ".join(["python -m benchmarks.jobs.plan_job", *sys.argv[1:]]), "job": arguments.job.name}
-        write(arguments.out, about | {"timings": arguments.timings, "rows": rows})
+    _write(arguments, {"job": arguments.job.name, "timings": arguments.timings}, rows)
     return 0
+
+
+def _mixture(path: Path) -> dict[str, Any]:
+    job = read_job(path, "plan_job.py: --mixtures")
+    row = first_map(job, load_cost_model(job["device"]))
+    print(path.name, *(f"{name} {value:.3g}" for name, value in row.items()))
+    return {"job": path.name} | row
+
+
+def _write(arguments: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    if arguments.out is not None:
+        command = " ".join(["python -m benchmarks.jobs.plan_job", *sys.argv[1:]])
+        write(arguments.out, {"command": command} | about | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -114,6 +114,10 @@ class OptionTimes(JsonFields):
     ) -> tuple[float, float] | None:
         """Return the seconds of a step in bf16 and under a map. None if the rest of the step is not known.
 
+        Measured steps in bf16 may take longer than their GEMMs and the rest are predicted to. If Megatron's own code of
+        experts runs in them (``stock``), the GPU waits there for its host, as it does not under a map: this excess is
+        left out. Otherwise it is taken to be the same under the map.
+
         Args:
             bf16_s: measured seconds of a step in bf16, which are returned as they are.
             ran: a map that has run, and its measured seconds. The prediction starts from them, because steps under maps
@@ -132,7 +136,7 @@ class OptionTimes(JsonFields):
         def under(linears: Mapping[int, tuple[float, float]]) -> float:
             return self.bubble * max(self.rest[k] + seconds for k, (_, seconds) in linears.items())
 
-        after, base, base_s = under(times), before, measured
+        after, base, base_s = under(times), before, min(before, measured) if any(stock.values()) else measured
         if ran is not None:
             base, base_s = under(self.by_stage(ran[0], stages)), ran[1]
         # A saving of more than the measured step would be an error of the prediction.

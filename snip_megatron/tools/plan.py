@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,9 +128,16 @@ def _check_training(args: argparse.Namespace) -> Training:
     for name in ("model", *_SIZES, *_FLAGS):
         if getattr(args, name.replace("-", "_")):
             raise SnipError(f"--{name} cannot be combined with --megatron, whose arguments say it")
-    words = args.megatron
+    return training_of(args.megatron, args.gpus or 8, args.vocab_size)
+
+
+def training_of(words: Sequence[str], ranks: int, vocabulary: int | None = None) -> Training:
+    """Return a training of ``ranks`` ranks with the layout of the model that Megatron builds from its arguments.
+
+    ``vocabulary`` takes precedence over ``--vocab-size``. Raises SnipError if Megatron or SNIP refuses the arguments.
+    """
     vocab_size = last_value(words, "--vocab-size") or ""
-    vocabulary = args.vocab_size or (int(vocab_size) if vocab_size.isdecimal() else 0)
+    vocabulary = vocabulary or (int(vocab_size) if vocab_size.isdecimal() else 0)
     if not vocabulary:
         raise SnipError("--megatron: the tokenizer decides the vocabulary; give its size, --vocab-size N before it")
     local = last_value(words, "--transformer-impl") == "local"
@@ -142,7 +150,7 @@ def _check_training(args: argparse.Namespace) -> Training:
     arguments += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary)]
     # Under SNIP, arguments that it replaces need nothing of this machine, and arguments that it does not support fail.
     arguments += [] if "--snip" in words else ["--snip", "--snip-policy", "bf16"]
-    training = check_arguments(arguments, args.gpus or 8, {})
+    training = check_arguments(arguments, ranks, {})
     if isinstance(training.layout, str):
         raise SnipError(f"--megatron: {training.layout}")
     layout = replace(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.jobs.plan_job import JOBS, layout_of, rows_of
+from benchmarks.jobs.plan_job import JOBS, first_map, layout_of, rows_of
 from snip_megatron.timing.cost_model import load_cost_model
 
 
@@ -30,3 +30,11 @@ def test_layouts_of_two_gpus_are_predicted(name: str, tp: int, pp: int, dp: int)
     assert abs(rows["snip_fp4_75_graphs"]["ms"]["error"]) < 0.07
     if name == "tp2":
         assert rows["snip_fp4_75"]["speedup"]["measured"] == job["ms"]["bf16"] / job["ms"]["snip_fp4_75"]
+
+
+@pytest.mark.parametrize("card", ["h100", "h200"])
+def test_the_plan_predicts_a_mixture_whose_steps_in_bf16_wait_for_their_host(card: str) -> None:
+    job = json.loads((JOBS / f"job_qwen3-moe_{card}_2026-11-26.json").read_text(encoding="utf-8"))
+    row = first_map(job, load_cost_model(card))
+    assert row["bf16"] > 1.6 * row["planned_bf16"]
+    assert abs(row["planned_error"]) < 0.07
