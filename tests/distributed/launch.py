@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -34,22 +35,13 @@ def tiny_llama_args(*extra: str, iters: int = 10, mock_data: bool = True) -> lis
 
 
 def run_ranks(
-    nproc: int,
-    args: Sequence[str],
-    *,
-    module: str = "snip_megatron.pretrain_gpt",
-    timeout: float = 400,
-    env: Mapping[str, str] | None = None,
-    tmp: Path,
-    launcher: Sequence[str] = ("--standalone",),
+    nproc: int, args: Sequence[str], *, timeout: float = 400, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``-m module args`` on ``nproc`` ranks in the folder ``tmp``; returns the finished process with its output.
+    """As :func:`start_ranks`; returns the finished process with its output.
 
-    ``--standalone`` makes torchrun choose a free port. After ``timeout`` seconds all ranks are ended and TimeoutExpired
-    raised, with the output so far.
+    After ``timeout`` seconds all ranks are ended and TimeoutExpired raised, with the output so far.
     """
-    process = start_ranks(nproc, args, module=module, env=env, tmp=tmp, launcher=launcher)
-    return finish(process, timeout)
+    return finish(start_ranks(nproc, args, **options), timeout)
 
 
 def run_alone(
@@ -77,7 +69,7 @@ def start_ranks(
     tmp: Path,
     launcher: Sequence[str] = ("--standalone",),
 ) -> subprocess.Popen[str]:
-    """As :func:`run_ranks`, without waiting: for two launchers of one job, or to kill a rank."""
+    """Start ``-m module args`` on ``nproc`` ranks in the folder ``tmp``. ``--standalone``: torchrun chooses a port."""
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(nproc)]
     return subprocess.Popen(
         [*command, "-m", module, *args],

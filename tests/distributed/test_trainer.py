@@ -1,29 +1,17 @@
 """The ``Trainer`` of transformers under SNIP: in one process, and data parallel on two ranks."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from launch import run_ranks
+from warm_ranks import WarmRanks
 
 pytest.importorskip("accelerate")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_trainer_measures_adopts_records_and_resumes(
-    tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    if ranks == 1:
-        import trainer_ranks
-
-        monkeypatch.setattr(sys, "argv", ["trainer_ranks", str(tmp_path)])
-        trainer_ranks.main()
-        said = capfd.readouterr().out
-    else:
-        process = run_ranks(ranks, [str(tmp_path)], module="trainer_ranks", tmp=tmp_path)
-        assert process.returncode == 0, process.stderr[-4000:]
-        said = process.stdout
+def test_a_trainer_measures_adopts_records_and_resumes(warm: WarmRanks, tmp_path: Path, ranks: int) -> None:
+    said = warm.succeed(ranks, [str(tmp_path)], module="trainer_ranks", tmp=tmp_path).stdout
     assert said.count("snip: formats are chosen for 100% of the FLOPs") == 2  # of two trainings, by one rank
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     stock, snip = found[0]["stock"], found[0]["snip"]

@@ -1,4 +1,4 @@
-"""A Llama in transformers' ``Trainer`` with and without SNIP: ``torchrun ... -m trainer_ranks FOLDER``.
+"""A Llama in transformers' ``Trainer`` with and without SNIP: module of warm ranks, with a folder as argument.
 
 Every rank writes losses, maps and a sum over its weights to ``<folder>/<rank>.json``.
 """
@@ -51,6 +51,9 @@ def train(folder: Path, callback: Any = None, resume: str | None = None, **argum
 
 
 def main() -> None:
+    if os.environ["WORLD_SIZE"] == "1":  # a process that no launcher started
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
     folder = Path(sys.argv[1])
     options = {"budget": "fp4=0.75", "first_update": 5, "update_interval": 100}
     found = {"stock": train(folder / "stock")}

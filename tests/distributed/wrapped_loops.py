@@ -1,6 +1,6 @@
 """The plain loop's example in one process on the whole batch, then data parallel in several ways on a share of it each.
 
-Every rank writes what it found to ``<folder>/<rank>.json``: ``torchrun ... -m wrapped_loops FOLDER``.
+Every rank writes what it found to ``<folder>/<rank>.json``: module of warm ranks, with the folder as argument.
 """
 
 import json
