@@ -22,9 +22,6 @@ def resumes(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Resume
     return ResumeRuns(warm, tmp_path_factory.mktemp("resumes"))
 
 
-# -- layouts ---------------------------------------------------------------------------------------------------
-
-
 BASES = {model.base for model in MODELS.values()}
 
 
@@ -53,7 +50,6 @@ def test_every_column_is_measured(layouts: LayoutRuns) -> None:
         assert (rows > 0).all(), name
 
 
-# -- resumes ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "point"),
     rows(
@@ -82,7 +78,6 @@ def test_a_checkpoint_goes_to_plain_megatron_and_one_of_its_comes_back(resumes: 
     resumes.enter_snip(name)
 
 
-# -- the judgement ---------------------------------------------------------------------------------------------
 def test_what_differs_is_found(layouts: LayoutRuns) -> None:
     table = layouts.trained("world-1").table
     assert agree(worst_differences(table, table))

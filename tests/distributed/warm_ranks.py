@@ -98,7 +98,6 @@ class WarmRanks:
         self._server.wait(timeout=30)
 
 
-# -- the server ------------------------------------------------------------------------------------------------
 def main() -> None:
     from snip_megatron.megatron.startup import prepare
 

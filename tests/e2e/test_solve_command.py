@@ -134,7 +134,6 @@ def test_phases_give_a_plan(tmp_path: Path) -> None:
     assert plan.achieved >= 0.75 * (1 - 1e-9)
 
 
-# -- a run directory -----------------------------------------------------------------------------------------------
 LAYERS = 4
 SHAPES = {
     kind: LinearShape(8192, n, k)

@@ -1,8 +1,8 @@
 """The training entry, recording every step bit for bit: ``python -m graphed_pretrain`` with ``TRACE=<folder>``.
 
 Each rank writes ``rank<k>.json``: ``losses`` (last pipeline stage) and ``grad_norms`` (step from 1 -> float.hex()),
-``replays`` (step from 1 -> CUDA graphs that were replayed in it), ``milliseconds`` of each step, ``free`` (bytes of the
-card after it) and ``weights`` (SHA-256 of each parameter at the end, sorted: layers of Transformer Engine's own order
+``replays`` (step from 1 -> CUDA graphs that were replayed in it), ``free`` (bytes of the card
+after it) and ``weights`` (SHA-256 of each parameter at the end, sorted: layers of Transformer Engine's own order
 theirs in another way). With ``FILL=<step>:<bytes>`` all but so many bytes of the card are taken after that step, and
 no weights are written. With ``FAIL=<step>:<kind>`` the first capture after that step fails: by an exception, or out of
 ``memory``. A SnipError ends the training as it ends the entry. Linears get the names of ``snip_te_map`` where arguments
@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ class Recorder:
     """Wraps Megatron's train_step, and counts replays."""
 
     def __init__(self) -> None:
-        self.body: dict[str, Any] = {"losses": {}, "grad_norms": {}, "replays": {}, "milliseconds": {}, "free": {}}
+        self.body: dict[str, Any] = {"losses": {}, "grad_norms": {}, "replays": {}, "free": {}}
         self._fill_after, self._leave = map(int, os.environ.get("FILL", "0:0").split(":"))
         fail_after, _, self._kind = os.environ.get("FAIL", "0:").partition(":")
         self._fail_after = int(fail_after)
@@ -49,12 +48,10 @@ class Recorder:
         def step(*args: Any, **kwargs: Any) -> Any:
             number = kwargs["iteration"] + 1
             self._model, self._replays = args[2], 0
-            started = time.perf_counter()
             result = train_step(*args, **kwargs)
             if result[0]:
                 self.body["losses"][number] = float(result[0]["lm loss"]).hex()
             torch.cuda.synchronize()
-            self.body["milliseconds"][number] = round((time.perf_counter() - started) * 1e3, 3)
             self.body["grad_norms"][number] = float(result[5]).hex()
             self.body["replays"][number] = self._replays
             if number == self._fill_after:

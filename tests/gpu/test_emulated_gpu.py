@@ -32,7 +32,6 @@ def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return (x * spread).bfloat16(), (w * k**-0.5).bfloat16(), (g * spread * 1e-3).bfloat16()
 
 
-# -- whole matrices ----------------------------------------------------------------------------------------------------
 def hard_matrix(seed: int, rows: int = 256, cols: int = 512) -> Tensor:
     """Bf16 numbers of all bit patterns in some rows; in the others, tiles of all sizes with few mantissas, which make
     ties of all kinds.

@@ -9,7 +9,6 @@ tokens behind computation, with delayed wgrads and with CUDA graphs. Only the tr
 
 import contextlib
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -23,7 +22,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from forked_ranks import REPOSITORY, can_fork, run_ranks
@@ -221,31 +219,6 @@ class Family:
         events = (self._folder / name / "snip" / "events.jsonl").read_text().splitlines()
         return sum(json.loads(line)["event"] == "adopt" for line in events)
 
-    def updates(self, name: str) -> list[tuple[Any, ...]]:
-        """Return what became of the updates after the step that is saved: their events and maps."""
-        run, lines = self._folder / name / "snip", list[tuple[Any, ...]]()
-        for line in (run / "events.jsonl").read_text().splitlines():
-            event = json.loads(line)
-            if event["event"] in ("submit", "rise", "adopt", "postpone", "kept", "dropped") and event["step"] > SAVED:
-                lines.append(tuple(event.get(each) for each in ("step", "event", "policy", "measured_rise")))
-        for path in sorted((run / "maps").glob("step_*.json")):
-            if int(path.stem.removeprefix("step_")) > SAVED:
-                choices = json.loads(path.read_text())["choices"]
-                lines.append((path.name, hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()[:8]))
-        return lines
-
-    def differing_statistics(self, one: str, other: str) -> dict[str, str]:
-        """Return array → how much the statistics of two trainings differ in it, of the updates after the saved step."""
-        differing = {}
-        for path in sorted((self._folder / other / "snip" / "stats").glob("step_*.npz")):
-            first, second = np.load(self._folder / one / "snip" / "stats" / path.name), np.load(path)
-            for array in first.files:
-                a, b = first[array], second[array]
-                if a.dtype.kind == "f" and not np.array_equal(a, b, equal_nan=True):
-                    worst = np.nanmax(np.abs(a - b) / np.maximum(np.abs(a), 1e-300))
-                    differing[f"{path.name} {array}"] = f"{(a != b).sum()} of {a.size}, by {worst:.1e}"
-        return differing
-
     def stdout(self, name: str) -> str:
         return (self._folder / name / "stdout").read_text()
 
@@ -325,12 +298,7 @@ def test_maps_train_nearly_as_bf16(trained: Trained, family: str, whole: str, na
 )
 def test_trainings_are_alike_bit_for_bit(trained: Trained, family: str, whole: str, name: str) -> None:
     """Stock and an all-bf16 map, from the start and from each other's checkpoints; updated maps."""
-    of = trained(family, whole, name)
-    if whole == "updated":  # else the bits of the trainings tell nothing of the cause
-        events = [of.updates(each) for each in (name, whole)]
-        same = [line[:3] for line in events[0]] == [line[:3] for line in events[1]]  # all but measured rises
-        assert same, (events, of.differing_statistics(whole, name))
-    found = of.found
+    found = trained(family, whole, name).found
     first = 1 if TRAININGS[name][1] is None else SAVED + 1
     for figures in ("losses", "grad_norms"):
         part = found[name][figures]

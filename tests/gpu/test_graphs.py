@@ -164,7 +164,7 @@ class Trainings:
             raise RuntimeError(f"{run.name}: exit codes {codes}\n{texts}")
         bodies = [json.loads((run / "trace" / f"rank{rank}.json").read_text()) for rank in range(ranks)]
         body: dict[str, Any] = bodies[-1]  # the last pipeline stage has the losses
-        for name in ("losses", "grad_norms", "replays", "milliseconds"):
+        for name in ("losses", "grad_norms", "replays"):
             body[name] = {int(step): value for step, value in body[name].items()}
         body["weights"] = [each["weights"] for each in bodies]
         events = run / "snip" / "events.jsonl"

@@ -40,7 +40,6 @@ def relative_error(exact: Tensor, found: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-# -- numbers -------------------------------------------------------------------------------------------------------
 UNIFORM: list[Formats] = [(FP8,) * 3, (FP4,) * 3, (TENSOR,) * 3]
 MIXED: list[Formats] = [(FP8, FP4, BF16), (BF16, TENSOR, FP4), (TENSOR, FP8, FP4)]
 
@@ -90,7 +89,6 @@ def test_gemms_add_nothing_to_what_quantisation_did(
         assert relative_error(exact, found) < bound, index
 
 
-# -- main_grad -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("fmt", [FP8, FP4, TENSOR, BF16])
 @pytest.mark.parametrize("offset", [0, 4, 1])
 @pytest.mark.parametrize(("dtype", "before"), [(torch.float32, 2.0), (torch.bfloat16, 0.0)], ids=str)
@@ -113,7 +111,6 @@ def test_main_grad(backend: GemmBackend, fmt: Format, offset: int, dtype: torch.
     assert torch.equal(outside, torch.full_like(outside, before))
 
 
-# -- stochastic rounding, streams, memory ---------------------------------------------------------------------
 def test_stochastic_rounding_of_gradients_is_unbiased(backend: GemmBackend) -> None:
     """The mean over seeds of ∂L/∂X and ∇W in fp4 goes to that with G unquantised."""
     m, n, k, draws = 256, 256, 256, 64

@@ -31,7 +31,6 @@ def answers() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-# -- damage ------------------------------------------------------------------------------------------------------
 JUNK = st.one_of(
     st.none(),
     st.booleans(),

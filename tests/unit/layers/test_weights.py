@@ -95,7 +95,6 @@ def test_weights_that_change_unannounced(linear: Any, registry: LinearRegistry, 
     torch.testing.assert_close(after, before * 2)
 
 
-# -- the state of a step that linears in CUDA graphs read from the device ----------------------------------------
 TENSOR = Format.FP8_TENSOR
 FORMATS: list[Formats] = [(FP8, FP4, FP8), (TENSOR, TENSOR, FP4), (BF16, FP4, BF16),
                           (Format.NVFP4_46, Format.NVFP4, Format.NVFP4_HADAMARD)]  # fmt: skip

@@ -102,7 +102,6 @@ def test_weight_decay_within_the_gradient_of_adam_is_refused(fused: bool) -> Non
     trained.update()
 
 
-# -- gradients that are summed as quantised parts, and models that do not reduce so ------------------------------
 def test_a_model_that_reduces_otherwise_is_refused() -> None:
     """A script may wrap its model with a configuration of its own."""
     model = torch.nn.Linear(2, 2)

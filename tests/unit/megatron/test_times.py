@@ -329,15 +329,6 @@ def test_rates_are_relative_to_the_largest_and_cover_the_run_evenly() -> None:
     assert relative_rates(lambda _: 0.0, 0, 4) == (1.0,) * 5
 
 
-def test_the_carried_weights_of_a_run_follow_its_learning_rates() -> None:
-    timeline = timeline_of(config(schedule="auto"), arguments(), SolveRequest(), LINEARS, scheduler(), 0)
-    weights = timeline.carried(0, (0, 25, 38, 45), STEPS)
-    assert sum(weights) == pytest.approx(1.0)
-    assert weights[3] < 0.01 < 0.5 < weights[0]  # the rate has fallen by then
-    assert timeline.schedule is not None
-    assert (timeline.last, timeline.standing, timeline.timed) == (STEPS, 1.0, False)
-
-
 def test_without_a_known_end_the_map_is_static_and_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert timeline_of(config(schedule="auto"), arguments(train_iters=None), SolveRequest(), LINEARS, None, 0) is None
     line = capsys.readouterr().out

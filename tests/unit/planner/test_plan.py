@@ -15,7 +15,6 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.sensitivity.problem import build_problem as score_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
-from snip_megatron.solver import solve
 from snip_megatron.timing.cost_model import FlopsModel
 
 from .formula import SMALL, layout, step_model, with_blocks
@@ -53,14 +52,6 @@ def test_a_speedup_of_the_linears(granularity: str) -> None:
     assert found["steps"]["map"]["speedup"] < 1.5
 
 
-def test_the_speedup_of_linears_in_a_plan_is_that_of_its_budget() -> None:
-    step = step_model(layout(**PIPELINE, sequence_parallel=True))
-    asked = request("speedup=1.4", "bf16,fp8")
-    promised = solve(build_problem(asked, step)).speedup
-    found = make_plan(step, asked)
-    assert found["steps"]["map"]["linears_speedup"] == pytest.approx(promised, rel=1e-9)
-
-
 def test_a_bound_on_losses_that_are_not_known_takes_the_fastest_uniform_map() -> None:
     found = plan("loss=0.01", "bf16,fp8")
     assert found["budget"]["losses"] is None
@@ -89,7 +80,6 @@ def test_the_memory_of_a_gpu_counts(factor: float, line: str) -> None:
     assert ("little" in render(found)) == (factor == 1.05)
 
 
-# -- statistics of a run -------------------------------------------------------------------------------------------
 def statistics(path: Path, formats: tuple[str, ...] = ("fp8", "fp4"), blocks: int = SMALL.blocks) -> Path:
     """A file of random statistics of SMALL, recorded on one pipeline stage."""
     table = make_table(layers=blocks, formats=formats)

@@ -64,7 +64,6 @@ def body(**changes: Any) -> dict[str, Any]:
     return {"schema": "snip.map/1", "version": 1, "choices": {"decoder.layers.0.mlp.linear_fc1": "fp4"}} | changes
 
 
-# -- names ---------------------------------------------------------------------------------------------------------
 @given(KEYS)
 def test_option_ids_round_trip(key: str) -> None:
     linear, gemm = split_option_id(key)
@@ -93,7 +92,6 @@ def test_sub_blocks_number_the_residual_boundaries() -> None:
     assert [row.role for row in rows] == [Role.READS, Role.WRITES] * 4
 
 
-# -- lookup --------------------------------------------------------------------------------------------------------
 def test_a_gemm_wins_over_its_linear_and_absence_is_bf16() -> None:
     name = "decoder.layers.0.mlp.linear_fc1"
     chosen = PrecisionMap({name: Format.FP8, f"{name}:wgrad": Format.FP4})
@@ -102,7 +100,6 @@ def test_a_gemm_wins_over_its_linear_and_absence_is_bf16() -> None:
     assert chosen.linears() == [LinearId("decoder", 0, "mlp.linear_fc1")]
 
 
-# -- codes and digest ----------------------------------------------------------------------------------------------
 @given(st.lists(LINEARS.map(str), unique=True, max_size=6), st.data())
 def test_codes_name_every_format(linears: list[str], data: st.DataObject) -> None:
     wanted = {(n, g): data.draw(FORMATS) for n in linears for g in Gemm}
@@ -119,7 +116,6 @@ def test_digest_is_equality_of_formats(precision_map: PrecisionMap, key: str, fm
     assert (changed.digest(linears) == precision_map.digest(linears)) is same
 
 
-# -- JSON ----------------------------------------------------------------------------------------------------------
 @given(MAPS)
 def test_json_round_trip(precision_map: PrecisionMap) -> None:
     text = precision_map.to_json()
@@ -154,7 +150,6 @@ def test_the_fp4_share_weighs_by_flops_and_counts_all_formats_of_four_bits() -> 
     assert fp4_fraction(PrecisionMap({}), {}) == 0.0
 
 
-# -- variants ------------------------------------------------------------------------------------------------------
 def test_a_variant_belongs_to_its_base_and_its_gemms() -> None:
     assert (Format.NVFP4_46.base, Format.NVFP4_46.bits, Format.NVFP4_46.gemms) == (Format.NVFP4, 4, (Gemm.FPROP,))
     assert (Format.FP8.base, Format.FP8.gemms) == (Format.FP8, tuple(Gemm))

@@ -30,7 +30,6 @@ def plan(*begins: int, last: int, **fields: Any) -> PrecisionPlan:
     return PrecisionPlan(tuple(PlanPhase(b, m) for b, m in zip(begins, maps, strict=False)), last, **fields)
 
 
-# -- schedules -----------------------------------------------------------------------------------------------------
 def test_auto_has_four_phases_of_a_half_a_quarter_and_less() -> None:
     assert AUTO.first_steps(0, 1000) == (0, 500, 750, 900)
     assert AUTO.first_steps(200, 300) == (200, 250, 275, 290)
@@ -73,7 +72,6 @@ def test_what_remains_of_a_schedule_covers_the_rest_of_the_run_once(
     assert [index for index, _, _ in rest] == sorted({index for index, _, _ in rest})
 
 
-# -- plans ---------------------------------------------------------------------------------------------------------
 def test_the_map_in_force_is_that_of_the_phase() -> None:
     over = PrecisionPlan((PlanPhase(10, FP4), PlanPhase(90, FP8)), last=100)
     assert over.steps == (80, 10)
@@ -109,7 +107,6 @@ def test_moving_a_plan_gives_the_phases_that_the_schedule_has_there(
     assert all(min(abs(phase.begin - w) for w in wanted) <= off for phase in moved.phases)
 
 
-# -- JSON of plans -------------------------------------------------------------------------------------------------
 def test_a_plan_survives_json_with_every_field() -> None:
     over = PrecisionPlan(
         (PlanPhase(0, replace(FP4, version=2, achieved=1.0)), PlanPhase(9, FP8)), 10, 2, "optimal", 0.5, 0.25, 0.9, 0.9

@@ -27,7 +27,6 @@ def test_a_map_and_fp8_everywhere_are_compared_on_one_step_in_bf16(measured, of_
         assert prediction.over_fp8(chosen, measured) == (Format.FP8, pytest.approx(expected))
 
 
-# -- phases --------------------------------------------------------------------------------------------------------
 FP4 = PrecisionMap.uniform(synthetic_run.LINEARS, Format.FP4)
 PRECISE = {option_id(name, Gemm.FPROP): Format.FP8 for name in synthetic_run.LINEARS}
 EARLY = replace(FP4, loss=0.5)

@@ -83,7 +83,6 @@ def test_one_figure_that_is_not_finite_is_enough() -> None:
     assert "not finite" in alarm.reason
 
 
-# -- the bar ---------------------------------------------------------------------------------------------------
 def test_the_next_map_must_promise_a_smaller_loss() -> None:
     guard = Guard(SETTINGS)
     assert guard.refuses(a_map(objective=5.0)) is None

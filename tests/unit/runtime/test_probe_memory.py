@@ -80,7 +80,6 @@ def test_the_same_as_is_planned() -> None:
     assert found.total == pytest.approx(planned["probe"], rel=1e-12)
 
 
-# -- the verdict -----------------------------------------------------------------------------------------------
 def largest(sequences: int, whole: float, holes: float = 0.0) -> float:
     """The part of a microbatch whose passes take a byte a sequence, and whose recording takes as much, that fits."""
     return fitting(

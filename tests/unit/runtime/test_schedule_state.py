@@ -38,9 +38,6 @@ def restored_from(run: Run) -> ControllerState:
     return ControllerState.from_bytes(run.controller.state_to_save())
 
 
-# -- phases --------------------------------------------------------------------------------------------------------
-
-
 def test_an_update_asks_for_the_phases_that_remain_with_what_will_be_spent() -> None:
     script = Script({1: [planned(1, 20, at_4=FP4, at_10=FP8)], 2: [planned(2, 20, at_10=FP4)]})
     script.answers[3] = [planned(3, 20, at_16=FP4)]
@@ -74,7 +71,6 @@ def test_a_late_plan_starts_in_the_phase_that_its_step_lies_in() -> None:
     assert (run.formats[11], run.formats[12]) == (BF16, FP8)
 
 
-# -- the guard -----------------------------------------------------------------------------------------------------
 def test_a_phase_that_spikes_is_taken_back_and_ends_the_plan() -> None:
     script = Script({1: [planned(1, 60, at_20=FP8, at_40=FP4, at_56=FP8)]})
     fields = {"first_update": 18, "update_interval": 100, "guard_steps": 4}
@@ -89,7 +85,6 @@ def test_a_phase_that_spikes_is_taken_back_and_ends_the_plan() -> None:
     assert script.of("phase") == [40]  # the third phase never begins
 
 
-# -- resume --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("at", [3, 7, 10])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(at: int) -> None:
     whole = run_of(one_plan())
@@ -145,7 +140,6 @@ def test_a_pending_plan_becomes_a_map_in_a_run_without_phases() -> None:
     assert rest.controller.state.plan is None
 
 
-# -- plans without statistics --------------------------------------------------------------------------------------
 def late(policy: str, target: float) -> Timeline:
     request = SolveRequest(policy=policy, budget=Budget("fp4", target))
 
@@ -180,7 +174,6 @@ def test_a_late_policy_after_another_plan_makes_its_own() -> None:
     assert [rest.formats[s] for s in (14, 17, 18, 19)] == [FP4, FP4, FP8, FP8]  # 12 and 4 of 20 in fp4
 
 
-# -- the account ---------------------------------------------------------------------------------------------------
 def test_the_average_of_speedups_is_harmonic() -> None:
     spent = BudgetSpent(0)
     spent.add(1.0, PrecisionMap({}, speedup=2.0), 10)

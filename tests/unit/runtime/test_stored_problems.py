@@ -51,7 +51,6 @@ def stored(run: Path, step: int | None = None) -> StoredUpdate:
     return found
 
 
-# -- finding ---------------------------------------------------------------------------------------------------
 def test_a_run_is_its_latest_update_and_a_file_its_own(share: Path) -> None:
     assert stored(share) == StoredUpdate(share, 30)
     assert stored(share, 10) == StoredUpdate(share, 10)
@@ -61,7 +60,6 @@ def test_a_run_is_its_latest_update_and_a_file_its_own(share: Path) -> None:
     assert not is_statistics(share / "problems" / "step_10.json")
 
 
-# -- making a Problem again ------------------------------------------------------------------------------------
 def test_nothing_changed_is_the_stored_problem(share: Path, timed: Path) -> None:
     for run in (share, timed):
         for step in STEPS:
@@ -75,7 +73,6 @@ def test_a_run_that_did_not_record_its_request(tmp_path: Path) -> None:
     assert stored(old).problem().budget.value == 0.75
 
 
-# -- runs with phases ------------------------------------------------------------------------------------------
 PHASES = PhasedRequest(
     begins=(32, 60),
     steps=(28, 40),

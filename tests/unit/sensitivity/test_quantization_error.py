@@ -63,7 +63,6 @@ def test_stochastic_errors_are_their_expectation(fmt: str, axis: int) -> None:
     assert ((total / draws / expected)[large] - 1.0).abs().max() < 0.5
 
 
-# -- variants ------------------------------------------------------------------------------------------------------
 VARIANTS = ("nvfp4_46", "nvfp4_hadamard", "mxfp4_hadamard_fixed", "nvfp4")
 
 

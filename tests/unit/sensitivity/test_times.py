@@ -102,7 +102,6 @@ def test_waits_of_megatron_s_own_experts_for_their_host_end_with_bf16() -> None:
         assert known.step_seconds(chosen, stages, bf16_s=measured) == (measured, pytest.approx(expected))
 
 
-# -- reachable -------------------------------------------------------------------------------------------------
 def test_what_is_reachable_is_named_and_is_reachable() -> None:
     rows = linear_rows(4, stages=2)
     pins = (("decoder.layers.0.*", "bf16"),)
@@ -137,7 +136,6 @@ def test_formats_without_figures_are_refused() -> None:
     check_reachable(linear_rows(2), request(budget=Budget("loss", 1e-9)))  # what loss is reachable depends on scores
 
 
-# -- records ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "made",
     [

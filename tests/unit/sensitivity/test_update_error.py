@@ -72,7 +72,6 @@ def moved(g: torch.Tensor, error: torch.Tensor, state: AdamWState) -> float:
     return float(change.square().sum())
 
 
-# -- a linear --------------------------------------------------------------------------------------------------
 SCALE = StepScale(gradient=0.5, clip=0.8, tokens=64, tokens_per_step=256)
 
 
@@ -136,7 +135,6 @@ def test_parts_of_a_weight_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(parts, whole, rtol=1e-9, atol=0.0)
 
 
-# -- sinks -----------------------------------------------------------------------------------------------------
 def test_sink_errors_belong_to_rows_that_got_a_gradient() -> None:
     state = trained(6, torch.float32)
     g = gradient((N, K)).float().view(N, K)

@@ -81,9 +81,6 @@ def test_a_size_that_a_library_refuses_is_left_out_and_named() -> None:
     assert table.about["notes"] == [f"{size}: CUBLAS_STATUS_NOT_SUPPORTED" for size in refused]
 
 
-# -- sizes --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model", "tp"),
     [("llama-1b", 1), ("llama-3b", 1), ("llama-7b", 2), ("llama-8b", 1), ("llama-70b", 8), ("llama-405b", 8)],

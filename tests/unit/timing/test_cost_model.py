@@ -99,7 +99,6 @@ def test_flops_model() -> None:
     )
 
 
-# -- loading -------------------------------------------------------------------------------------------------------
 def test_models_by_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(formula_table().to_json())

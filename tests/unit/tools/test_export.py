@@ -86,7 +86,6 @@ def test_stages_hold_every_layer_once(counts: list[int]) -> None:
     assert [len(stage) for stage in split] == counts
 
 
-# -- collapse --------------------------------------------------------------------------------------------------
 @given(st.tuples(*[st.sampled_from(FORMATS)] * 3))
 def test_collapse_takes_the_widest(three: Formats) -> None:
     taken = collapse(three)
@@ -155,7 +154,6 @@ def test_a_run_gives_the_map_that_it_adopted_last(tmp_path: Path) -> None:
     assert recipe_of(tmp_path / "recipes" / "stage_0.yaml", dense_names(2)[0]) == EXPECTED[Format.FP8]
 
 
-# -- refusals --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -172,7 +170,6 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, arguments: list[str
     assert not (tmp_path / "out").exists()
 
 
-# -- --format te -----------------------------------------------------------------------------------------------
 FP8_MAP = {option_id(name, gemm): Format.FP8 for name in dense_names(2) for gemm in Gemm}
 FC1 = "decoder.layers.1.mlp.linear_fc1"
 

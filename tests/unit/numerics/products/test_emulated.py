@@ -33,9 +33,6 @@ def test_hopper_leaves_other_formats_to_it(formats: Any) -> None:
     assert_reference(hopper(fallback=backend()), (136, 144, 208), formats)
 
 
-# -- the check before the first map -----------------------------------------------------------------------------------
-
-
 class _Faulty(EmulatedBackend):
     """Products of ``gemm`` are 1.5 times too large, or raise an ``error``."""
 

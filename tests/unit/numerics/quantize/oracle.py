@@ -70,7 +70,6 @@ def _scale(amax: np.float32, fmt: str, tensor_amax: np.float32) -> np.float32:
     return amax / maximum
 
 
-# -- variants --------------------------------------------------------------------------------------
 class Choices(NamedTuple):
     """The two ways to quantise a tile under four-over-six, and the squared error of each in float64."""
 

@@ -10,7 +10,6 @@ from snip_megatron.numerics.quantize.operands import quantize_exact, quantize_op
 from . import oracle
 from .specs import matrix, spec
 
-# -- E4M3 ------------------------------------------------------------------------------------------
 SHAPES = [(256, 384), (200, 300), (1, 1), (129, 128)]
 
 
@@ -61,7 +60,6 @@ def test_formats_that_do_not_fit_the_storage_are_left_out() -> None:
             assert col is not None
 
 
-# -- bf16 ------------------------------------------------------------------------------------------
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor")
 
 

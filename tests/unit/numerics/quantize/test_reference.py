@@ -170,7 +170,6 @@ def test_bad_input_is_one_clear_line(change: dict, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-# -- four over six, Hadamard transforms ------------------------------------------------------------
 def spread_matrix(rows: int, cols: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randn(rows, 1, generator=generator).mul(spread).exp()
@@ -190,7 +189,6 @@ def test_four_over_six_takes_the_better_scale_of_each_tile(rows: int, cols: int,
         assert min(e for e, s in zip(errors, same, strict=True) if s) <= min(errors) * (1 + 1e-3) + 1e-30
 
 
-# -- Hadamard --------------------------------------------------------------------------------------
 @given(st.integers(1, 70), st.integers(1, 9), st.integers(0, 2**16 - 1))
 @settings(max_examples=25, deadline=None)
 def test_the_transform_is_hadamards_matrix_for_each_group(rows: int, cols: int, signs: int) -> None:

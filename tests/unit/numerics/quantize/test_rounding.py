@@ -44,7 +44,6 @@ def test_grid_midpoints_and_their_neighbours_agree_with_ml_dtypes(name: str) -> 
     assert_same_bits(round_to_element(torch.from_numpy(values.copy()), element), expected(values, element, dtype))
 
 
-# -- the hash --------------------------------------------------------------------------------------
 def hash_oracle(seed: int, row: int, col: int) -> int:
     """The documented hash in plain Python integers, one element."""
     mask = 0xFFFFFFFF
@@ -138,7 +137,6 @@ def test_derive_seed_is_what_checkpoints_and_replays_have_drawn_with() -> None:
     ]
 
 
-# -- stochastic rounding ---------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_stochastic_rounding_is_unbiased_and_hits_only_neighbours(name: str) -> None:
     element, dtype = ELEMENTS[name]
@@ -169,7 +167,6 @@ def test_stochastic_rounding_keeps_representable_numbers_and_does_not_depend_on_
         assert torch.equal(round_to_element(-values, element, bits), -positive)
 
 
-# -- probe noise -----------------------------------------------------------------------------------
 def test_normals_have_their_moments_and_do_not_depend_on_the_layout() -> None:
     normal = random_normal(11, IDS, IDS)
     n = normal.numel()

@@ -175,7 +175,6 @@ def test_weights_of_experts(quantizers: Quantizers) -> None:
         assert_operands(found, kept if current else expected)
 
 
-# -- CUDA graphs: keys from memory, weights that are written in place ------------------------------
 KEYS = torch.tensor([[11, -7], [2**31 - 1, -(2**31)]], dtype=torch.int32)
 
 
