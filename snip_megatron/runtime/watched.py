@@ -89,21 +89,20 @@ class Product:
         ``formats`` replaces those of the job.
         """
         fprop, dgrad, wgrad = formats or self.formats
-        handle, g_spec = self.handle, self._g_spec
-        if formats is not None and self.g is not None:
-            g_spec = OperandSpec(dgrad, wgrad)
         if gemm is Gemm.FPROP:
             x = self.x()
-            return [(x, handle.spec("x", x, fprop, None), 1), (self.weight, self._weight_spec(fprop, None), 1)]
+            return [(x, self.spec("x", x, fprop, None), 1), (self.weight, self.spec("w", self.weight, fprop, None), 1)]
+        g_spec = self._g_spec if formats is None else OperandSpec(dgrad, wgrad)
         assert self.g is not None
         assert g_spec is not None
         if gemm is Gemm.DGRAD:
-            return [(self.g, g_spec, 1), (self.weight, self._weight_spec(None, dgrad), 0)]
+            return [(self.g, g_spec, 1), (self.weight, self.spec("w", self.weight, None, dgrad), 0)]
         x = self.x()
-        return [(self.g, g_spec, 0), (x, handle.spec("x", x, None, wgrad), 0)]
+        return [(self.g, g_spec, 0), (x, self.spec("x", x, None, wgrad), 0)]
 
-    def _weight_spec(self, fprop: Format | None, dgrad: Format | None) -> OperandSpec:
-        return self.handle.spec("w", self.weight, fprop, dgrad)
+    def spec(self, operand: str, x: Tensor, rowwise: Format | None, columnwise: Format | None) -> OperandSpec:
+        """Return how X or W is quantised. It may be a collective of tensor parallel ranks."""
+        return self.handle.spec(operand, x, rowwise, columnwise)
 
     def exact(self, gemm: Gemm, numerics: GemmBackend, formats: Formats | None = None) -> Tensor:
         """Return the product by the reference's numerics, in FP32."""
@@ -287,17 +286,12 @@ class _ExpertProduct(Product):
         """Note the rows of G, and how G of all experts is quantised."""
         self.g, self._g_spec = g, of_expert(spec, self._place)
 
-    def operands(self, gemm: Gemm, formats: Formats | None = None) -> list[tuple[Tensor, OperandSpec, int]]:
-        fprop, dgrad, wgrad = formats or self.formats
-        transform = transform_of(self.handle, wgrad)
-        g_spec = OperandSpec(dgrad, wgrad, rotation=transform) if formats is not None else self._g_spec
-        if gemm is Gemm.FPROP:
-            return [(self._x, OperandSpec(fprop, None), 1), (self.weight, OperandSpec(fprop, None, weight=True), 1)]
-        assert self.g is not None
-        assert g_spec is not None
-        if gemm is Gemm.DGRAD:
-            return [(self.g, g_spec, 1), (self.weight, OperandSpec(None, dgrad, weight=True), 0)]
-        return [(self.g, g_spec, 0), (self._x, OperandSpec(None, wgrad, rotation=transform), 0)]
+    def x(self) -> Tensor:
+        return self._x
+
+    def spec(self, operand: str, x: Tensor, rowwise: Format | None, columnwise: Format | None) -> OperandSpec:
+        rotation = None if operand == "w" or columnwise is None else transform_of(self.handle, columnwise)
+        return OperandSpec(rowwise, columnwise, weight=operand == "w", rotation=rotation)
 
 
 def _functions_of_experts(watcher: Watcher, library: str) -> dict[str, Callable[..., Any]]:
