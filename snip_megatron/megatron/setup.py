@@ -40,7 +40,7 @@ from snip_megatron.runtime.agreement import on_rank_zero
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller, OnAdopt
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.exchange import Failure, MapChannel, StepReport, UpdateBrokenError
+from snip_megatron.runtime.exchange import Failure, UpdateBrokenError
 from snip_megatron.runtime.host import Host, ProbeResult, Unmeasured
 from snip_megatron.runtime.probe import ProbeRunner
 from snip_megatron.runtime.rise import Rise
@@ -326,21 +326,14 @@ class SnipRun:
         self._probes.check_optimizer(self._step_without_graphs(call))
         self._coordinator = on_rank_zero(lambda: self._make_coordinator(registry, request, step))
         rehearse = None if self._unmeasured is None else self._unmeasured.rehearse
-        restored = self._restored_state()
-        device = host.device
         self._controller = Controller(
             config,
             registry,
-            MapChannel(registry.names, device),
-            StepReport(
-                device,
-                arrived=None if restored is None else restored.in_flight,
-                news=None if self._coordinator is None else self._coordinator.news,
-            ),
+            host.device,
             self._coordinator,
             self._sinks(),
             clip_grad=args.clip_grad,
-            restored=restored,
+            restored=self._restored_state(),
             unquantised=sum(linears.uncovered_flops.values()),
             kernels=WarmUp(registry, config, request, host, rehearse),
             timeline=timeline_of(config, args, request, linears, self.scheduler, step),

@@ -28,7 +28,6 @@ from snip_megatron.runtime.agreement import Terms, configuration_table, of_group
 from snip_megatron.runtime.config import SnipConfig, dominated, resolve
 from snip_megatron.runtime.controller import Controller, OnAdopt
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.exchange import MapChannel, StepReport
 from snip_megatron.runtime.host import ProbeResult, Unmeasured
 from snip_megatron.runtime.probe import ProbeRunner
 from snip_megatron.runtime.rise import Rise
@@ -248,8 +247,7 @@ class PlainSnip:
         return Controller(
             config,
             registry,
-            MapChannel(registry.names, device),
-            StepReport(device),
+            device,
             self._coordinator,
             Sinks(),
             clip_grad=0.0,

@@ -53,8 +53,7 @@ class Controller:
 
     config: SnipConfig  # the configuration of the run, equal on all ranks
     registry: LinearRegistry  # the converted linears of this rank
-    channel: MapChannel  # broadcasts decisions of rank 0
-    report: StepReport  # exchanges the figures of a step
+    device: torch.device  # of the collectives
     coordinator: RankZeroCoordinator | None  # the work of rank 0. None on other ranks
     sink: Sink  # the host's loggers. They write nothing on ranks that have none
     clip_grad: float  # the host's limit of the gradient norm. 0 if gradients are not clipped
@@ -67,6 +66,9 @@ class Controller:
     on_adopt: OnAdopt | None = None
 
     def __post_init__(self) -> None:
+        restored, news = self.restored, None if self.coordinator is None else self.coordinator.news
+        self._channel = MapChannel(self.registry.names, self.device)  # broadcasts decisions of rank 0
+        self._report = StepReport(self.device, None if restored is None else restored.in_flight, news)
         self._flops = {row.name: row.flops for row in self.registry.rows}
         self._kernels_ready = self.kernels is None  # on all ranks
         self._fp4_share = self._fp4_share_of(self.registry.current)
@@ -76,7 +78,7 @@ class Controller:
         self._first_step = self._next_step = 0
         self._replay_steps: list[int] = []
         self._answered = False  # whether rank 0 has the outcome of the pending update, as the latest figures say
-        self.state = ControllerState() if self.restored is None else self.restored
+        self.state = ControllerState() if restored is None else restored
         self._schedule = ScheduleState(self.state, self.timeline, self._fp4_share_of)
         self._guard = Guard(self.config, self.state.guard or GuardState(good=self.state.precision_map))
         self.state.guard = self._guard.state
@@ -102,7 +104,7 @@ class Controller:
             self.coordinator.receive_results(step)
         while self._replay_steps and self._replay_steps[0] <= step:
             due = self._replay_steps.pop(0)
-            self._adopt(step, self.channel.agree(self.coordinator.replay[due] if self.coordinator else None))
+            self._adopt(step, self._channel.agree(self.coordinator.replay[due] if self.coordinator else None))
         self._take_back(step, diagnose)
         pending = self.state.pending
         if pending is not None and step >= pending.due:
@@ -131,7 +133,7 @@ class Controller:
         pending = self.state.pending
         answered = pending is not None and self.coordinator is not None and self.coordinator.answered(pending.version)
         ready = self.kernels is None or self.kernels.finish(0.0)
-        figures = self.report.exchange(step, loss, grad_norm, answered=answered, ready=ready)
+        figures = self._report.exchange(step, loss, grad_norm, answered=answered, ready=ready)
         self._answered = figures is not None and figures.answered
         if figures is not None and figures.ready and figures.step >= self._first_step:
             self._use_kernels(step)
@@ -141,7 +143,7 @@ class Controller:
 
     def state_to_save(self) -> bytes:
         """Return the state for a checkpoint. Every rank must call it, between two steps."""
-        self.state.in_flight = self.report.in_flight()
+        self.state.in_flight = self._report.in_flight()
         self._metric(self.state.in_flight)  # recorded now, because a kill would lose them
         return self.state.to_bytes()
 
@@ -167,7 +169,7 @@ class Controller:
         """
         if self.kernels is not None:
             self.kernels.close()
-        figures = self.report.drain() if together else None
+        figures = self._report.drain() if together else None
         if self.coordinator is None:
             return
         if figures is not None and figures.step in self._fp4_shares:  # otherwise a checkpoint has recorded them
@@ -181,8 +183,8 @@ class Controller:
         self._started, self._next_step, self._first_step = True, step, step
         if self.config.replay is not None:
             steps = sorted(self.coordinator.replay) if self.coordinator else []
-            self._replay_steps = [s for s in self.channel.agree(steps) if s > step]
-        first = self.channel.agree(self.coordinator.initial_map(step) if self.coordinator else None)
+            self._replay_steps = [s for s in self._channel.agree(steps) if s > step]
+        first = self._channel.agree(self.coordinator.initial_map(step) if self.coordinator else None)
         restored = self.state.precision_map if self.restored is not None else None
         self._begin_plan(step)
         if first is not None:  # a map of the configuration replaces that of the checkpoint
@@ -190,7 +192,7 @@ class Controller:
         elif self._schedule.has_other_map(step, restored, self.registry.names):
             self._next_phase(step)
         elif restored is not None:
-            self._adopt(step, self.channel.agree(restored))
+            self._adopt(step, self._channel.agree(restored))
         if not self.config.updates:
             self.state.pending = None
         self._compare_goal(step)
@@ -205,7 +207,7 @@ class Controller:
         """Return whether all ranks have their kernels. ``--snip-wait`` waits for them as for maps. Collective."""
         if not self._kernels_ready and self.kernels is not None and self.config.wait:
             started = time.perf_counter()
-            if self.channel.true_on_all_ranks(self.kernels.finish(self.config.wait)):
+            if self._channel.true_on_all_ranks(self.kernels.finish(self.config.wait)):
                 self._use_kernels(self._next_step, started)
         return self._kernels_ready
 
@@ -231,7 +233,7 @@ class Controller:
                 self._event(step, "plan", **self._schedule.figures(step))
         fixed = None if self.state.plan is not None else self._schedule.fixed_plan(step)
         if fixed is not None:
-            self._take_plan(step, self.channel.agree(fixed))
+            self._take_plan(step, self._channel.agree(fixed))
 
     def _compare_goal(self, step: int) -> None:
         """Compare the goal of this run with the checkpoint's. If they differ, say how long the old maps stay.
@@ -254,7 +256,7 @@ class Controller:
     def _next_phase(self, step: int, measure: Measure | None = None) -> None:
         """Adopt the map of the phase that begins before ``step``. Its rise is recorded, and decides nothing."""
         started = time.perf_counter()
-        new, rise = self.channel.agree(self._schedule.enter_phase(step)), None
+        new, rise = self._channel.agree(self._schedule.enter_phase(step)), None
         self._event(step, "phase", **self._schedule.figures(step))
         if measure is not None and self._changed(new):
             predicted = in_nats(self.config.policy, self.config.q) and self.config.estimator == "fisher"
@@ -282,7 +284,7 @@ class Controller:
             candidates = None  # all ranks know this from the step's figures: no broadcast needed
         else:
             coordinator = self.coordinator
-            candidates = self.channel.agree(coordinator.decision(step, pending.version) if coordinator else None)
+            candidates = self._channel.agree(coordinator.decision(step, pending.version) if coordinator else None)
         if candidates is None:
             pending.due = step + self.config.lag
             self._event(step, "postpone", version=pending.version, until=pending.due, wait_s=_since(started))
@@ -365,7 +367,7 @@ class Controller:
                         wait_s=_since(started))  # fmt: skip
             started = time.perf_counter()
         good = self._guard.state.good or PrecisionMap.uniform(self.registry.names, Format.BF16)
-        good = self.channel.agree(good)
+        good = self._channel.agree(good)
         self._guard.taken_back(failed)
         self.state.plan = None  # the next update makes another one
         figures = {"back_to": good.version, "alarm_step": alarm.step, "loss": alarm.loss, "limit": alarm.limit}
@@ -489,7 +491,7 @@ class Controller:
             meta = {**pending.table.meta, "correction": self.state.correction}
             pending.table = replace(pending.table, meta=meta)
         try:
-            recorded = Transaction(self.channel.device).together("submission", self._submit, pending)
+            recorded = Transaction(self.device).together("submission", self._submit, pending)
         except UpdateDroppedError as dropped:
             self._drop_update(step, Unmeasured(str(dropped.failure), dropped.failure.fields), wait_s=0.0)
             return None

@@ -17,7 +17,7 @@ from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller, Measure
-from snip_megatron.runtime.exchange import MapChannel, StepFigures, StepReport
+from snip_megatron.runtime.exchange import StepFigures
 from snip_megatron.runtime.host import ProbeResult
 from snip_megatron.runtime.solving import Candidate
 from snip_megatron.runtime.state import ControllerState, Timeline
@@ -54,6 +54,8 @@ class Script:
     submitted: list[tuple[int, int]] = field(default_factory=list)
     phases: list[PhasedRequest | None] = field(default_factory=list)
     tables: list[StatisticsTable] = field(default_factory=list)
+
+    def news(self) -> None: ...
 
     def blame_command(self, iteration: int) -> str:
         return f"torchrun job --snip-blame {iteration}"
@@ -148,10 +150,8 @@ class Run:
         self.script, self.registry = script, LinearRegistry([LinearRow(name, 0, 1, 1) for name in NAMES], StepContext())
         self.handle = handle_of(LINEAR, context=self.registry.context)
         self.registry.add(self.handle)
-        arrived = None if restored is None else restored.in_flight
-        channel, report = MapChannel(NAMES, CPU), StepReport(CPU, arrived=arrived)
         self.controller = Controller(
-            config, self.registry, channel, report, script, Sinks(), clip_grad=1.0,
+            config, self.registry, CPU, script, Sinks(), clip_grad=1.0,
             restored=restored, timeline=timeline, kernels=kernels,
         )  # fmt: skip
         self.clips: list[float] = []
