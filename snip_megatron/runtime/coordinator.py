@@ -75,7 +75,6 @@ class RankZeroCoordinator:
         self._restarts = 0
         if self.config.updates:
             self._sidecar = self.solver or SidecarClient(deadline_s=self.config.deadline)
-            self._sidecar.start()
 
     # -- updates -----------------------------------------------------------------------------------------------
     def submit(self, step: int, table: StatisticsTable, version: int, phases: PhasedRequest | None = None) -> float:

@@ -47,19 +47,16 @@ class SidecarClient:
         self._results: queue.SimpleQueue[SidecarResult] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="snip-sidecar", daemon=True)
         self.restarts = 0
         self.last_error: str | None = None
+        self._thread = threading.Thread(target=self._serve, name="snip-sidecar", daemon=True)
+        self._thread.start()
 
     @property
     def pid(self) -> int | None:
         """The process id. None while there is no process."""
         process = self._process
         return None if process is None else process.pid
-
-    def start(self) -> None:
-        """Start the first process, which loads its modules while training starts."""
-        self._thread.start()
 
     def submit(self, job: SolveJob) -> None:
         """Queue a job. :meth:`poll` returns its outcome. Raises RuntimeError after :meth:`close`."""
@@ -77,8 +74,7 @@ class SidecarClient:
         self._jobs.put(None)
         if (process := self._process) is not None:
             process.kill()
-        if self._thread.ident is not None:
-            self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_S)
 
     # -- the thread ------------------------------------------------------------------------------------------------
     def _serve(self) -> None:

@@ -86,9 +86,6 @@ class SolverInProcess:
     def __init__(self) -> None:
         self._results: list[SidecarResult] = []
 
-    def start(self) -> None:
-        """Do nothing."""
-
     def submit(self, job: SolveJob) -> None:
         started = time.perf_counter()
         result = solve_job(job)

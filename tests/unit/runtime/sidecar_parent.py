@@ -14,7 +14,6 @@ from snip_megatron.runtime.sidecar import SidecarClient
 assert __name__ == "__main__"
 
 client = SidecarClient(solve="sidecar_solvers:by_policy")
-client.start()
 client.submit(make_job(policy=sys.argv[1]))
 while client.pid is None:
     time.sleep(0.01)

@@ -26,7 +26,6 @@ def start() -> Iterator[Start]:
     def make(solve: str = "sidecar_solvers:by_policy", **options: float) -> SidecarClient:
         client = SidecarClient(solve=solve, **options)
         clients.append(client)
-        client.start()
         return client
 
     yield make
