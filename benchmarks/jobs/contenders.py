@@ -94,6 +94,9 @@ ROUTER_PADS = "--moe-router-padding-for-quantization"
 """The router makes the numbers of rows multiples, and not the experts. Its fusion is left out: Megatron 0.19 fails with
 both, because the padding writes to a tensor that the fused router saves for its backward."""
 _TE_BLOCK = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
+_GROUPED = "--moe-use-grouped-tensor"
+"""Transformer Engine's grouped tensors, of Megatron 0.20, with a cuBLASLt that has them (13.4; FP8 13.5 and 13.6). One
+weight of all experts also needs $NVTE_GROUPED_LINEAR_SINGLE_PARAM; Megatron refuses it with FP8 on Hopper."""
 CONTENDERS = {
     "bf16": Contender(),
     "bf16_graphs": Contender(graphs=_BOTH),
@@ -103,6 +106,13 @@ CONTENDERS = {
     "te_fp8_block": Contender(_TE_BLOCK, transformer_engine=True),
     "te_fp8_block_routed": Contender((*_TE_BLOCK, ROUTER_PADS), transformer_engine=True),
     "te_fp8_block_graphs": Contender(_TE_BLOCK, ("transformer_engine",), transformer_engine=True),
+    "te_grouped_bf16_graphs": Contender(
+        (_GROUPED, "--moe-single-grouped-weight"), ("transformer_engine",), transformer_engine=True
+    ),
+    "te_grouped_tensor_graphs": Contender((*_TE_TENSOR, _GROUPED), ("transformer_engine",), transformer_engine=True),
+    "te_grouped_tensor_routed": Contender((*_TE_TENSOR, _GROUPED, ROUTER_PADS), transformer_engine=True),
+    "te_grouped_block_graphs": Contender((*_TE_BLOCK, _GROUPED), ("transformer_engine",), transformer_engine=True),
+    "te_grouped_block_routed": Contender((*_TE_BLOCK, _GROUPED, ROUTER_PADS), transformer_engine=True),
     "snip_default": Contender(updates=""),
     "snip_default_graphs": Contender(graphs=_BOTH, updates=""),
     "snip_fp8_tensor": Contender(map=Format.FP8_TENSOR),
@@ -118,6 +128,11 @@ CONTENDERS = {
 EXTRA = (
     "te_fp8_tensor_routed",
     "te_fp8_block_routed",
+    "te_grouped_bf16_graphs",
+    "te_grouped_tensor_graphs",
+    "te_grouped_tensor_routed",
+    "te_grouped_block_graphs",
+    "te_grouped_block_routed",
     "snip_fp8_tensor_unfused_graphs",
     "snip_fp8_unfused_graphs",
     "snip_fp4_75",
