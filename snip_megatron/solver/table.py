@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -84,11 +84,10 @@ class Table:
         stage: list[int] = []
         choices: list[tuple[list[Formats], list[Sequence[float]], list[float]]] = []
         for group in groups:
-            of_group = _choices(group, halves, rows, stages)
-            for span in _spans(group[0].keeps, len(phases)):
-                spans.append(span)
-                stage.append(stages.index(group[0].stage))
-                choices.append(of_group)
+            begins = [p for p in range(len(phases)) if p not in group[0].keeps]
+            spans += zip(begins, [*begins[1:], len(phases)], strict=True)
+            stage += [stages.index(group[0].stage)] * len(begins)
+            choices += [_choices(group, halves, rows, stages)] * len(begins)
         true_loss = np.full((len(choices), max(len(formats) for formats, _, _ in choices)), np.inf)
         saving = np.zeros_like(true_loss)
         for d, ((a, b), (formats, losses, savings)) in enumerate(zip(spans, choices, strict=True)):
@@ -216,12 +215,6 @@ def _rows(problem: Problem, cost: Floats, stages: Sequence[int]) -> Rows:
     offset = np.where(active, (reference - times) / unit, 0.0)
     hard = np.zeros(len(cost), dtype=bool)
     return Rows(active, np.full(len(cost), unit), offset, hard, (reference - elsewhere) / unit, reference)
-
-
-def _spans(keeps: Collection[int], phases: int) -> list[tuple[int, int]]:
-    """Return the runs of phases in which a decision keeps one choice."""
-    begins = [p for p in range(phases) if p not in keeps]
-    return list(zip(begins, [*begins[1:], phases], strict=True))
 
 
 Halves = Mapping[str, Sequence[Mapping[Format, float]]]  # item id → joint savings, of which it has a half

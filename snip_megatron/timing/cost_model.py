@@ -119,8 +119,9 @@ class CostModel:
             once = 0.0 if gemm is Gemm.WGRAD else self._weight(shape, fmt)
         elif gemm is Gemm.WGRAD and not shape.fused_accumulation:  # Megatron's own linear adds ∇W outside of its GEMM
             time += accumulation_seconds(shape.n * shape.k, self._copy_rate)
-        if gemm is Gemm.FPROP:
-            time += self._recomputed(shape, fmt)
+        if gemm is Gemm.FPROP and shape.forwards > 1:  # recomputation quantises X for fprop only
+            alone = 0.0 if fmt is Format.BF16 else self._input(shape, fmt)[0]
+            time += (shape.forwards - 1) * (self.gemm_seconds(shape, Gemm.FPROP, fmt) + alone)
         return shape.microbatches * time + shape.matrices * once
 
     def joint(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
@@ -166,13 +167,6 @@ class CostModel:
                 self._copy_rate or STATED_COPY
             )
         return self._gemms.seconds((shape.tokens, shape.n, shape.k), lambda row: row[fmt][place])
-
-    def _recomputed(self, shape: LinearShape, fmt: Format) -> float:
-        """Return the seconds of the additional forward under recomputation, which quantises X for fprop only."""
-        if shape.forwards < 2:
-            return 0.0
-        alone = 0.0 if fmt is Format.BF16 else self._input(shape, fmt)[0]
-        return (shape.forwards - 1) * (self.gemm_seconds(shape, Gemm.FPROP, fmt) + alone)
 
     def _is_grouped(self, shape: LinearShape) -> bool:
         """Return whether the shape has the times of grouped GEMMs: a table without any has those of one expert."""

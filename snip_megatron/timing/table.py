@@ -94,7 +94,9 @@ class TimingTable:
             **({} if self.memory is None else {"memory": self.memory}),
         }
         parts = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in body.items()]
-        parts += [f"{json.dumps(key)}: {_lines(rows)}" for key, rows in lists.items()]
+        for key, rows in lists.items():  # one row a line is readable and gives small diffs
+            lines = ",".join("\n  " + json.dumps(row, allow_nan=False) for row in rows)
+            parts.append(f"{json.dumps(key)}: [{lines}\n ]")
         return "{\n " + ",\n ".join(parts) + "\n}\n"
 
 
@@ -113,11 +115,6 @@ def _written(parts: dict[str, Any]) -> dict[str, Any]:
         name: {fmt.value: seconds for fmt, seconds in part.items()} if isinstance(part, Mapping) else part
         for name, part in parts.items()
     }
-
-
-def _lines(rows: list[dict[str, Any]]) -> str:
-    """Return a JSON array with one row a line, which is readable and gives small diffs."""
-    return "[" + ",".join("\n  " + json.dumps(row, allow_nan=False) for row in rows) + "\n ]"
 
 
 # -- parsing -------------------------------------------------------------------------------------------------------

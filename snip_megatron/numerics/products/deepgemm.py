@@ -85,8 +85,10 @@ class DeepGemm:
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, library: CublasLt) -> Tensor | None:
         """Return :meth:`product`, or None if ``library``, cuBLASLt, is faster."""
         size = a.rows, b.rows, a.values.shape[1]
-        if size not in self._is_slower and self._fits(a, b, dtype) and self._may_time(a.values):
-            self._is_slower[size] = self._compare(a, b, library)
+        if size not in self._is_slower and len(self._is_slower) < _MOST_SIZES and self._fits(a, b, dtype):
+            captures = a.values.is_cuda and torch.cuda.is_current_stream_capturing()
+            if not (listings or recording() or captures):
+                self._is_slower[size] = self._compare(a, b, library)
         return None if self._is_slower.get(size, False) else self.product(a, b, dtype)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor | None:
@@ -107,11 +109,6 @@ class DeepGemm:
 
     def _run(self, a: Operand, b: Operand, out: Tensor) -> None:
         run(partial(self.gemm, recipe=_BY_BLOCKS), (a.values, a.scale), (b.values, _blocks(b)), out)
-
-    def _may_time(self, values: Tensor) -> bool:
-        """Return whether a call may be timed now: no graph is captured, and nothing is listed or recorded."""
-        captures = values.is_cuda and torch.cuda.is_current_stream_capturing()
-        return len(self._is_slower) < _MOST_SIZES and not (listings or recording() or captures)
 
     def _compare(self, a: Operand, b: Operand, library: CublasLt) -> bool:
         """Return whether DeepGEMM takes longer than ``library`` for a product."""
