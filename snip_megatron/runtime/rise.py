@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from snip_megatron.layers.context import LinearHandle, Override
+from snip_megatron.layers.context import Override
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.precision import ALL_BF16, Format, Formats, PrecisionMap
+from snip_megatron.precision import Format, Formats, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import Transaction, all_reduced
 from snip_megatron.runtime.host import Host, HostStep, Unmeasured
@@ -146,15 +146,12 @@ def measure_rises(
 
     def forward(formats: dict[str, Formats]) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Return the losses of this rank. None if it has failed."""
-        overrides, plain = {name: Override(of_gemms) for name, of_gemms in formats.items()}, Override()
-
-        def override(handle: LinearHandle) -> Override:
-            return overrides.get(handle.name, plain)
+        overrides = {name: Override(of_gemms) for name, of_gemms in formats.items()}
 
         def prepare() -> None:
             registry.start_step(step.step)  # frees the weights of the forward before
             step.prepare(microbatches, sequences)
-            context.override = override
+            context.override = lambda handle: overrides[handle.name]
 
         update.together("rise", prepare)
         return update.attempt(step.losses) if host.passes_alone else step.losses()
@@ -170,8 +167,8 @@ def measure_rises(
                 sums[1 + 2 * index] += (weight * rise).sum()
                 sums[2 + 2 * index] += (weight * rise.square()).sum()
 
-    formats: list[dict[str, Formats]] = [{}, *({n: each.formats_of(n) for n in registry.names} for each in maps)]
-    fprops = [tuple(each.get(name, ALL_BF16)[0] for name in registry.names) for each in formats]
+    formats = [{name: each.formats_of(name) for name in registry.names} for each in (PrecisionMap({}), *maps)]
+    fprops = [tuple(fprop for fprop, _, _ in each.values()) for each in formats]
     forwards: dict[tuple[Format, ...], list[tuple[torch.Tensor, torch.Tensor]] | None] = {}
     with ExitStack() as stack:
         stack.enter_context(step.undisturbed())
