@@ -81,18 +81,15 @@ def _attention_flops(sequence: int, heads: int, head_size: int) -> float:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a training step.
+    """Seconds of a training step."""
 
-    ``stages`` has the seconds that one GPU of each stage works: those of the ``linears`` with their quantisation,
-    ``attention``, ``elementwise`` kernels of the layers, ``ends`` (embedding, output layer and loss), exposed
-    communication of ``tensor_parallel`` ranks, ``experts`` and ``pipeline``, ``stock``, what Megatron's own experts
-    take longer than SNIP's in bf16, and their sum ``total``. ``bubble`` is the pipeline's time divided by the slowest
-    stage's work. ``data_parallel`` is the exposed communication after the pipeline.
-    """
-
+    # those that one GPU of each stage works: of the ``linears`` with their quantisation, ``attention``, ``elementwise``
+    # kernels of the layers, ``ends`` (embedding, output layer and loss), exposed communication of ``tensor_parallel``
+    # ranks, ``experts`` and ``pipeline``, ``stock``, what Megatron's own experts take longer than SNIP's in bf16, and
+    # their sum ``total``
     stages: tuple[dict[str, float], ...]
-    bubble: float
-    data_parallel: float
+    bubble: float  # the pipeline's time divided by the slowest stage's work
+    data_parallel: float  # exposed communication after the pipeline
     optimizer: float
 
     @property

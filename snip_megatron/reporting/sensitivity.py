@@ -17,22 +17,15 @@ _BAR = 24
 
 @dataclass(frozen=True)
 class Harm:
-    """What a choice of the map may cost.
-
-    Attributes:
-        linear, gemm: The linear, and its GEMM. None stands for its three GEMMs, at granularity ``layer``.
-        chosen: The format in the map.
-        costliest: The candidate format with the highest score.
-        score, delta_loss, delta_weight: Q, ΔL and ΔW of ``costliest``. An unknown ΔL or ΔW is None.
-    """
+    """What a choice of the map may cost."""
 
     linear: LinearId
-    gemm: Gemm | None
-    chosen: Format
-    costliest: Format
-    score: float
-    delta_loss: float | None
-    delta_weight: float | None
+    gemm: Gemm | None  # None stands for the linear's three GEMMs, at granularity ``layer``
+    chosen: Format  # the format in the map
+    costliest: Format  # the candidate format with the highest score
+    score: float  # Q of ``costliest``
+    delta_loss: float | None  # its ΔL. None if it is not known
+    delta_weight: float | None  # its ΔW. None if it is not known
 
     @property
     def kind(self) -> str:

@@ -52,15 +52,11 @@ _NAMED_HOSTS = 4
 
 @dataclass(frozen=True)
 class Terms:
-    """What a rank must agree about with the others.
+    """What a rank must agree about with the others."""
 
-    Attributes:
-        table: The fields that must be equal.
-        use_library: Takes the ``gemm_library`` of all ranks where they have loaded different ones. None if the user has
-            named a library: then such ranks do not start.
-    """
-
-    table: Table
+    table: Table  # the fields that must be equal
+    # takes the ``gemm_library`` of all ranks where they have loaded different ones. None if the user has named a
+    # library: then such ranks do not start
     use_library: Callable[[str], None] | None = None
 
 

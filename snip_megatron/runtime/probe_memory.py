@@ -24,15 +24,11 @@ _SMALL_PAGE, _LARGE_PAGE = 2 << 20, 20 << 20  # of the allocator's expandable se
 
 
 class FreeMemory(NamedTuple):
-    """Memory of a device between two steps, in bytes.
+    """Memory of a device between two steps, in bytes."""
 
-    ``whole`` is what an allocation of any size can have. ``holes`` is unused memory in segments of which a part is in
-    use: only tensors that have been there fit for sure. ``peak`` is the peak of the training minus what is allocated.
-    """
-
-    whole: float
-    holes: float
-    peak: float
+    whole: float  # what an allocation of any size can have
+    holes: float  # unused, in segments of which a part is in use: only tensors that have been there fit for sure
+    peak: float  # the peak of the training minus what is allocated
 
 
 def device_memory(device: torch.device) -> FreeMemory | None:
@@ -140,15 +136,13 @@ def probed_shapes(registry: LinearRegistry, host: Host, tokens: int) -> ProbedSh
 
 
 class Fit(NamedTuple):
-    """What fits on one rank: the smallest part of a microbatch that can run, the largest that fits (0 if none does),
-    bytes that an update with the whole microbatch or its smallest part takes, and bytes that are free for it.
-    """
+    """What fits on one rank. Parts are of a microbatch."""
 
-    smallest: float
-    part: float
-    of_whole: float
-    of_smallest: float
-    free: float
+    smallest: float  # the smallest part that can run
+    part: float  # the largest that fits. 0 if none does
+    of_whole: float  # bytes that an update with the whole microbatch takes
+    of_smallest: float  # bytes that an update with its smallest part takes
+    free: float  # bytes that are free for it
 
 
 def fitting(sequences: int, needed: Callable[[float], Need], free: FreeMemory) -> Fit:

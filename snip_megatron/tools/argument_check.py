@@ -22,18 +22,13 @@ from snip_megatron.runtime.config import parse_snip_arguments
 
 @dataclass(frozen=True)
 class Training:
-    """A training, as Megatron and SNIP read its arguments.
+    """A training, as Megatron and SNIP read its arguments."""
 
-    Attributes:
-        layout: what a rank runs, read from the model on torch's meta device. The vocabulary is 0 if the tokenizer
-            decides it. If the model cannot be built on this machine, the reason as text.
-        recipe: the formats of Megatron's own FP8 or FP4, which are the candidates of SNIP where none are named.
-        train_iters: number of training steps. None if it is not known.
-    """
-
+    # what a rank runs, read from the model on torch's meta device. The vocabulary is 0 if the tokenizer decides it. If
+    # the model cannot be built on this machine, the reason as text
     layout: Layout | str
-    recipe: tuple[str, ...] = ()
-    train_iters: int | None = None
+    recipe: tuple[str, ...] = ()  # formats of Megatron's own FP8 or FP4, the candidates of SNIP where none are named
+    train_iters: int | None = None  # number of training steps. None if it is not known
 
 
 def check_arguments(arguments: Sequence[str], ranks: int, variables: Mapping[str, str]) -> Training:

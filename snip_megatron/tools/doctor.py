@@ -63,13 +63,10 @@ _LOW_SHARED_MEMORY_BYTES = 2 * 2**30
 
 
 class Check(NamedTuple):
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        status: ``ok``; ``note`` if something optional is missing, or slower than it could be; or ``fail`` if training
-            under SNIP cannot run here.
-    """
-
+    # ``ok``; ``note`` if something optional is missing, or slower than it could be; or ``fail`` if training under SNIP
+    # cannot run here
     status: str
     name: str
     result: str
