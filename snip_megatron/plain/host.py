@@ -181,13 +181,10 @@ def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 # -- a training step -----------------------------------------------------------------------------------------------
 @dataclass
 class PlainStep:
-    """A training step as :class:`snip_megatron.runtime.host.HostStep`. Its probe runs the ``loss`` of the first batch.
-
-    ``microbatches`` is the number of batches whose gradients one optimizer step adds up.
-    """
+    """A training step as :class:`snip_megatron.runtime.host.HostStep`. A probe runs ``loss``, of the first batch."""
 
     step: int
-    microbatches: int
+    microbatches: int  # number of batches whose gradients one optimizer step adds up
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Loss

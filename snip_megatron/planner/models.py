@@ -49,15 +49,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Llama:
-    """The sizes of an untied Llama: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases. Others: :class:`Model`.
-
-    ``blocks`` is the number of transformer blocks, ``ffn`` the intermediate size of the MLP.
-    """
+    """The sizes of an untied Llama: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases."""
 
     name: str
-    blocks: int
+    blocks: int  # number of transformer blocks
     hidden: int
-    ffn: int
+    ffn: int  # intermediate size of the MLP
     heads: int
     groups: int
     head_size: int

@@ -68,30 +68,21 @@ class Side(StrEnum):
 class LinearRow:
     """One linear of the model.
 
-    A linear of experts stands for ``experts`` matrices, and its sums of squares are over all of them.
-
-    Attributes:
-        name, stage: global name and pipeline stage.
-        n, k: global (unsharded) shape of W [n, k].
-        experts: number of matrices.
-        active: number of those matrices that a token goes through.
-        sub_block: index of the residual sub-block, which is also that of the residual boundary at its input. The
-            boundary at its output is the next one. If it is left out, ``sub_block``, ``role`` and ``sharded`` are
-            those of a decoder of attention (sub-block 2·layer) and MLP (2·layer + 1).
-        trained: whether its weight has a gradient. A frozen linear has no wgrad.
-        sharded: what tensor parallel ranks share.
+    A linear of experts stands for ``experts`` matrices, and its sums of squares are over all of them. If ``sub_block``
+    is left out, ``sub_block``, ``role`` and ``sharded`` are those of a decoder of attention (sub-block 2·layer) and MLP
+    (2·layer + 1).
     """
 
     name: str
-    stage: int
-    n: int
+    stage: int  # of the pipeline
+    n: int  # global (unsharded) shape of W [n, k]
     k: int
-    experts: int = 1
-    active: int = 1
-    sub_block: int = -1
+    experts: int = 1  # number of matrices
+    active: int = 1  # number of those matrices that a token goes through
+    sub_block: int = -1  # residual sub-block, and boundary at its input. The boundary at its output is the next one
     role: Role = Role.WRITES
-    trained: bool = True
-    sharded: Side = Side.INPUT
+    trained: bool = True  # whether its weight has a gradient. A frozen linear has no wgrad
+    sharded: Side = Side.INPUT  # what tensor parallel ranks share
 
     def __post_init__(self) -> None:
         if self.sub_block < 0:

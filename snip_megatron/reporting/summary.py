@@ -73,14 +73,11 @@ class LossCost:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of rank 0 in bytes, of the whole run and before the first update.
-
-    ``before`` is None if it is not known. ``resident`` says whether the memory is that of the host, not of the GPU.
-    """
+    """Peak memory of rank 0 in bytes."""
 
     peak: int
-    before: int | None
-    resident: bool
+    before: int | None  # before the first update. None if it is not known
+    resident: bool  # whether the memory is that of the host, not of the GPU
 
 
 @dataclass(kw_only=True)

@@ -66,12 +66,9 @@ class MapMismatchError(SnipError):
 
 @dataclass(eq=False)
 class MapChannel:
-    """Broadcasts values of rank 0. Its methods are collectives, which all ranks must call at the same step.
+    """Broadcasts values of rank 0. Its methods are collectives, which all ranks must call at the same step."""
 
-    The global ``names`` of all linears, in order, are a part of the hash that ranks compare.
-    """
-
-    names: Sequence[str]
+    names: Sequence[str]  # global names of all linears, in order, which are a part of the hash that ranks compare
     device: torch.device
 
     def agree[T](self, value: T) -> T:

@@ -36,15 +36,12 @@ _REFUSALS = 3
 
 @dataclass(frozen=True)
 class Alarm(JsonFields):
-    """An alarm about the figures of a step: the map in force must be taken back.
-
-    ``limit`` is the limit that the loss exceeded. None if a figure was not finite.
-    """
+    """An alarm about the figures of a step: the map in force must be taken back."""
 
     step: int
     reason: str
     loss: float | None
-    limit: float | None
+    limit: float | None  # the limit that the loss exceeded. None if a figure was not finite
 
 
 @dataclass

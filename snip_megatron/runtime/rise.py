@@ -48,14 +48,11 @@ class Rise:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The candidates of an update and their measured rises, equal on all ranks.
-
-    ``bound`` is the largest loss that the budget allows. None if it allows any.
-    """
+    """The candidates of an update and their measured rises, equal on all ranks."""
 
     candidates: Sequence[Candidate]
     rises: Sequence[Rise]
-    bound: float | None
+    bound: float | None  # the largest loss that the budget allows. None if it allows any
 
     def _loss(self, index: int, errors: float = 0.0) -> float:
         """Return the loss that the budget bounds, with the rise measured and ``errors`` standard errors added."""

@@ -29,13 +29,10 @@ STATE_SCHEMA = "snip.state/2"
 
 @dataclass(frozen=True)
 class Goal(JsonFields):
-    """The goal of a run's maps. A resumed run may have another one.
+    """The goal of a run's maps. A resumed run may have another one."""
 
-    ``budget`` is the text of ``--snip-budget``. ``schedule`` is the text of the phases, ``static`` if there are none.
-    """
-
-    budget: str
-    schedule: str
+    budget: str  # the text of ``--snip-budget``
+    schedule: str  # the text of the phases, ``static`` if there are none
 
     @classmethod
     def of(cls, config: SnipConfig) -> Goal:
