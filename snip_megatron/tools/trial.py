@@ -34,6 +34,7 @@ from snip_megatron.tools.argument_check import check_arguments
 from snip_megatron.tools.launch import last_value
 
 SCHEMA = "snip.trial/1"
+LOGS = ("bf16.log", "fp8.log", "snip.log")
 STEPS, LEAST_STEPS = 60, 18
 """The default number of steps, and the smallest with a third of steps under the map."""
 MICROBATCHES = 4
@@ -236,12 +237,7 @@ def last_error(log: str) -> str:
 
 
 def find_machine() -> Machine:
-    """Look for GPUs in a process of its own, because a CUDA context takes memory of the runs."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_machine).result()
-
-
-def _machine() -> Machine:
+    """Look for GPUs. The CUDA context that this makes takes memory of the runs as long as the process lives."""
     import torch
 
     if not torch.cuda.is_available():
@@ -329,32 +325,30 @@ def _device(trial: Trial) -> str:
 
 def as_dict(trial: Trial, chosen: Map, sentence: str, command: Sequence[str]) -> dict[str, Any]:
     """Return the object of a ``snip.trial/1`` file."""
+    bf16, fp8, snip = (run.ms for run in trial.runs)
     versions = {name: installed_version(name) for name in ("torch", "megatron-core", "transformer-engine", "triton")}
-    bf16 = trial.runs[0].ms
+    today, commit = datetime.now(UTC).strftime("%Y-%m-%d"), os.environ.get("SNIP_COMMIT") or "unknown"
+    sizes = {name: getattr(trial, name) for name in ("ranks", "steps", "job_steps")} | {"tokens_per_step": trial.tokens}
     runs = [
         asdict(run)
         | {"arguments": shlex.join(run.arguments), "ms": run.ms, "loss": run.loss}
         | {"speedup": None if bf16 is None or run.ms is None else bf16 / run.ms}
         for run in trial.runs
     ]
-    fp8, snip = trial.runs[1].ms, trial.runs[2].ms
     return {
         "schema": SCHEMA,
         "command": list(command),
         "version": __version__,
-        "commit": os.environ.get("SNIP_COMMIT") or "unknown",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit,
+        "date": today,
         "versions": versions,
         "device": trial.machine.device or "cpu",
-        "ranks": trial.ranks,
-        "steps": trial.steps,
-        "tokens_per_step": trial.tokens,
-        "job_steps": trial.job_steps,
+        **sizes,
         "notes": list(trial.notes),
         "runs": runs,
         "map": asdict(chosen),
-        "over_fp8": None if fp8 is None or snip is None else fp8 / snip,
         "verdict": sentence,
+        "over_fp8": None if fp8 is None or snip is None else fp8 / snip,
     }
 
 
@@ -375,7 +369,8 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < LEAST_STEPS:
         raise SnipError(f"--steps {args.steps}: must be at least {LEAST_STEPS}: a third of them is under the map")
     split_arguments(args.job)
-    machine = find_machine()
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        machine = pool.submit(find_machine).result()
     ranks = args.gpus or machine.gpus or 1
     if machine.gpus and ranks > machine.gpus:
         raise SnipError(f"--gpus {ranks}: this node has {machine.gpus} GPUs")
@@ -395,7 +390,7 @@ def run(args: argparse.Namespace) -> int:
                 result = as_dict(trial, chosen, sentence, ["snip", *sys.argv[1:]])
                 deliver("--out", args.out, dump_json(result))
             if trial.runs[1].error:
-                raise _failure(trial.runs[1], folder, 1)
+                raise _failure(trial.runs[1], folder / LOGS[1])
         except BaseException:
             stack.pop_all()  # the logs stay
             raise
@@ -404,23 +399,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _train_all(trial: Trial, folder: Path) -> None:
     """Train the three runs. Raises SnipError if one fails. A failure of Megatron's own FP8 does not end the trial."""
-    for index, each in enumerate(trial.runs):
+    for each, log in zip(trial.runs, LOGS, strict=True):
         if each.skipped:
             _say(f"{each.name}: not run, {each.skipped}")
             continue
         _say(f"{each.name}: {trial.steps} steps on {_device(trial)}")
-        if (signal := train(each, trial, _log(folder, index))) is not None:
+        if (signal := train(each, trial, folder / log)) is not None:
             raise SnipError(f"ended on {signal} during the run of {each.name}", exit_code=1)
-        if each.error and index != 1:
-            raise _failure(each, folder, index)
+        if each.error and each is not trial.runs[1]:
+            raise _failure(each, folder / log)
 
 
-def _log(folder: Path, index: int) -> Path:
-    return folder / f"{('bf16', 'fp8', 'snip')[index]}.log"
-
-
-def _failure(run: Run, folder: Path, index: int) -> SnipError:
-    return SnipError(f"the run of {run.name} failed: {run.error} (log: {_log(folder, index)})", exit_code=1)
+def _failure(run: Run, log: Path) -> SnipError:
+    return SnipError(f"the run of {run.name} failed: {run.error} (log: {log})", exit_code=1)
 
 
 def _say(line: str) -> None:
