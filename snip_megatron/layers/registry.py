@@ -52,7 +52,7 @@ def load_map(path: str, names: Sequence[str], *, argument: str = "--snip-map") -
 
 
 def describe_left_out(precision_map: PrecisionMap, names: Sequence[str]) -> str | None:
-    """Return a line about GEMMs that a map has no format for, which run in bf16. None if it has one for each."""
+    """Return a line about the GEMMs without a format in a map. They run in bf16. None if there are none."""
     gemms = [option_id(name, gemm) for name in names if name not in precision_map.choices for gemm in Gemm]
     left_out = [gemm for gemm in gemms if gemm not in precision_map.choices]
     if not left_out:

@@ -280,7 +280,8 @@ def snip_job(precision_map: PrecisionMap, registry: LinearRegistry) -> Job:
 BOUND = gemm_check.BOUND | {4: 8.0}
 """Bits → least signal to noise ratio in dB. Healthy linears of Transformer Engine on an H200 have at least 46 dB in
 eight bits and in bf16 (reductions over up to 768 numbers; more of them lose more, as fprop accumulates in few bits). In
-four bits gradients are rounded with other draws than the reference's; no card that has them has run it."""
+four bits gradients are rounded with other draws than the reference's, which has run on no card with such GEMMs.
+"""
 
 State = tuple[Tensor, Tensor]
 

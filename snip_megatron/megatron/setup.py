@@ -153,7 +153,7 @@ class SnipRun:
         return self._has_state(compat.checkpoint_has(self._args, SNIP_STATE_KEY))
 
     def _has_state(self, has_state: bool) -> bool:
-        """Say so if a checkpoint has no state, as one that was written without SNIP. A fixed map needs none."""
+        """Print a notice if a checkpoint has no state of SNIP. Under a fixed map none is needed."""
         if self._config.updates and not has_state:
             say("the checkpoint holds no SNIP state: linears start in bf16, the next update brings a map")
         return has_state

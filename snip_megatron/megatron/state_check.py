@@ -121,9 +121,9 @@ def checksum(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _differs(sums: torch.Tensor, rank_in_group: int) -> list[bool]:
-    """Return which parameters of a rank of the group are not what most ranks have. ``sums`` is [ranks, parameters].
+    """Return which parameters of a rank of the group differ from those of most ranks. ``sums`` is [ranks, parameters].
 
-    Of two halves, that of the first rank is right.
+    If the ranks are in two halves, that of the first rank counts as right.
     """
     usual = torch.where(2 * (sums == sums[0]).sum(0) >= len(sums), sums[0], sums.mode(0).values)
     return (sums[rank_in_group] != usual).tolist()

@@ -122,7 +122,7 @@ class _ModuleWatch:
         return y
 
     def before(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Watch a forward with these arguments. Returns others in their place, if not None."""
+        """Watch a forward with these arguments. Returns the arguments that replace them, or None to keep them."""
         x, *arguments = args
         if not isinstance(x, Tensor):
             self._call = None

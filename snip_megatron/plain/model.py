@@ -128,8 +128,8 @@ def _matrices(layer: int, path: str, module: nn.Module) -> Iterator[tuple[str, L
 def _fused_experts(module: nn.Module) -> tuple[str, ...]:
     """Return the two parameters of experts as transformers have them, [experts, N, K], if their code is the usual one.
 
-    Experts with transposed weights, biases or norms of their own, and those whose number a token goes through is not
-    known, are others.
+    Returns nothing for experts with transposed weights, biases or norms of their own, or if the number of experts that
+    a token goes through is unknown.
     """
     usual = {"is_transposed": False, "has_bias": False, "has_post_expert_norm": False, "_is_expert_parallel": False}
     if any(getattr(module, name, None) is not value for name, value in usual.items()) or not _active_experts(module):

@@ -43,7 +43,7 @@ class Layout:
     global_batch_size: int
     cp: int = 1
     ep: int = 1
-    etp: int | None = None  # tensor parallel size of experts. It is ``tp`` if None
+    etp: int | None = None  # tensor parallel size of experts. None stands for ``tp``
     sequence_parallel: bool = False
     # what the backward recomputes: ``none``, ``selective`` (``recompute_modules``) or ``full`` (the first
     # ``recompute_layers`` layers of each chunk, all of them if it is None)

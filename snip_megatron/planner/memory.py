@@ -40,7 +40,7 @@ def stage_memory(
     memory is short. ``probing`` and ``probing_least`` are these with what is allocated all the time. ``peak`` is the
     least memory with which training and its updates fit.
 
-    ``config`` is that of the updates, which probe. It is None for a run without.
+    ``config`` is the configuration of the updates. None if the run has no updates.
     """
     single = dataclasses.replace(layout, micro_batch_size=1)
     parameters, layers = layout.stage_parameters(stage), layout.stages[stage]

@@ -49,7 +49,7 @@ class Budget:
         try:
             value = float(figure)
         except ValueError:
-            value = math.nan  # of no range
+            value = math.nan  # out of every range
         with located(f"{where} {cut(text)}"):
             return cls(kind, value)
 

@@ -80,7 +80,7 @@ def python_arguments() -> Iterator[None]:
     try:
         yield
     except SnipError as error:
-        error.args = (_ARGUMENT.sub(_python_argument, str(error)),)  # an agreed error stays one
+        error.args = (_ARGUMENT.sub(_python_argument, str(error)),)  # an AgreedError keeps its class
         raise
 
 
@@ -109,7 +109,7 @@ def cut(text: object) -> str:
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return ``"; did you mean X?"`` for the known name that is closest to ``word``. Empty if none is close."""
 
-    def without_prefix(name: str) -> str:  # which would make all of them alike
+    def without_prefix(name: str) -> str:  # the prefix would make all of them alike
         return name.removeprefix("--snip-").lstrip("-")
 
     names = {without_prefix(name): name for name in candidates}

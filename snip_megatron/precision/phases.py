@@ -24,9 +24,9 @@ PLAN_SCHEMA = "snip.phases/1"
 
 _FIGURES = ("objective", "bound", "target", "achieved")
 MOST_PHASES = 64
-"""Of a schedule, and of what the solver takes."""
+"""Largest number of phases of a schedule, and of a problem of the solver."""
 FLOORS = ("fp4", "speedup")
-"""The kinds of budget that a phase of its own may have."""
+"""The kinds of budget that a single phase may have."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Schedule:
         return tuple(origin + math.floor(phase.begin * (last - origin) + 0.5) for phase in self.phases)
 
     def remaining(self, origin: int, last: int, step: int) -> list[tuple[int, int, int]]:
-        """Return (index of the phase, first step, number of steps) of every phase from ``step`` on, none if it is not
-        before ``last``. The first is cut to its remaining steps, and empty phases are dropped.
+        """Return (index of the phase, first step, number of steps) of every phase from ``step`` on. Empty if ``step``
+        is not before ``last``. The first phase is cut to its remaining steps, and empty phases are dropped.
         """
         first = [max(s, step) for s in self.first_steps(origin, last)]
         end_steps = [*first[1:], max(last, step)]
@@ -218,7 +218,7 @@ class PrecisionPlan:
 
 
 def _entries(body: Any, schema: str) -> list[Mapping[str, Any]]:
-    """Return the objects under ``phases``. Raises SnipError if ``body`` is not an object of the schema with such."""
+    """Return the objects under ``phases``. Raises SnipError if ``body`` is of another schema, or has no such list."""
     check_schema(body, schema)
     phases = body.get("phases")
     if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):

@@ -147,7 +147,7 @@ class JsonFields:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._field_types = get_type_hints(cls)  # once: it evaluates annotations, and a parser of data evaluates nothing
+        cls._field_types = get_type_hints(cls)  # here and not in a parser of data, which must evaluate no annotation
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object of the fields."""

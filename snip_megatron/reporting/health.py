@@ -10,7 +10,7 @@ from snip_megatron.runtime.guard import MIN_RISE, WINDOW
 from snip_megatron.runtime.run_data import Adoption, RunData, number
 
 _SEVERAL, _MANY = 3, 5
-"""How many maps are judged by their mean, and how many times its prediction a rise is named."""
+"""Number of maps from which on their mean is judged, and multiple of its prediction above which a rise is reported."""
 
 
 @dataclass(frozen=True)

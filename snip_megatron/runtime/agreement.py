@@ -41,8 +41,9 @@ _LIBRARY = "GEMM library"
 _FASTEST = "DeepGEMM"  # of the GEMM libraries
 _PACKAGE, _CUBLASLT = "snip_megatron", "cuBLASLt"
 WHERE_KNOWN = {_PACKAGE, _CUBLASLT}
-"""Fields that only ranks which have them compare. The first rank of each node has the package's. A rank without
-cuBLASLt has another :data:`_LIBRARY`."""
+"""Fields that not every rank has, and that only the ranks which have them compare. Those of the package are on the
+first rank of each node. A rank without cuBLASLt has another :data:`_LIBRARY`.
+"""
 
 _LOCAL = {"enabled", "dir", "timings", "replay"}
 """Fields of SnipConfig that may differ between ranks. Only rank 0 uses these files."""
@@ -131,7 +132,7 @@ def rank_device() -> AbstractContextManager[Any]:
 
 # -- how ranks tell each other ---------------------------------------------------------------------------------------
 class GroupChannel:
-    """Exchanges values of JSON by collectives of the default process group. All ranks call each method."""
+    """Exchanges JSON values by collectives of the default process group. All ranks call each method."""
 
     def __init__(self) -> None:
         import torch.distributed as dist

@@ -1,12 +1,13 @@
 """The passes of ``--snip-blame``: what was wrong with one training step, a bug or rounding, and in which GEMM.
 
 Nothing is trained. All passes run on the microbatches of the step with the same random states: in bf16, in the job's
-formats by the reference's exact numerics, and by the job's own kernels, whose every product is compared with the
-reference's of the same inputs. All ranks return the same verdict.
+formats by the reference's exact numerics, and by the job's own kernels. Every product of these kernels is compared with
+that of the reference on the same inputs. All ranks return the same verdict.
 
-What a format does to a GEMM alone is measured on the inputs of the bf16 pass, where no other GEMM's errors are. If the
-loss rose, sets of suspects are restored to bf16, by halves: what disappears with a set was caused by it. Errors of
-gradients are not compared between whole passes: after a few layers they depend on rounding alone, healthy or not.
+The effect of a format on one GEMM is measured on the inputs of the bf16 pass, which hold no errors of other GEMMs. If
+the loss rose, sets of suspects are restored to bf16, by halves. The part of the rise that disappears was caused by the
+restored set. Gradients of whole passes are not compared: after a few layers their errors depend on rounding alone, in
+healthy steps too.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def blame_step(
 ) -> Blame:
     """Return the verdict about ``step``. Random states, gradients and data order are restored. Collective.
 
-    ``microbatches`` and ``seconds`` are those of :class:`Passes`. Where the time ends before a verdict is certain, the
+    ``microbatches`` and ``seconds`` are those of :class:`Passes`. If the time ends before a verdict is certain, the
     verdict is ``unfinished``.
     """
     started = time.perf_counter()

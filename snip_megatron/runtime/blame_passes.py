@@ -38,7 +38,7 @@ Losses = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Job:
-    """How jobs differ: what a job multiplies in, what the reference of that is, and how its own kernels are watched."""
+    """What differs between jobs: the formats, their reference numerics, and how the job's own kernels are watched."""
 
     kind: str  # ``snip`` or ``megatron``: who chose the formats
     description: str  # the formats in words
@@ -96,7 +96,7 @@ class Passes:
         self.microbatches = min(step.microbatches, -(-enough // host.pass_group) * host.pass_group)
         self.seconds, self._started, self._longest = seconds, time.monotonic(), 0.0
         self.scale = 0.0  # from gradients of a pass to those of the mean loss
-        self.tokens = 0.0  # of a pass over all ranks, known from its losses on
+        self.tokens = 0.0  # of a pass over all ranks. 0 before its losses are known
 
     @contextmanager
     def forced(self, formats_of: Callable[[LinearHandle], Formats]) -> Iterator[None]:

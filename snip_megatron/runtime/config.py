@@ -495,7 +495,7 @@ def defaults(
 
 
 def dominated(budget: Budget, formats: tuple[str, ...], backend: str | None, *, times: bool = True) -> str | None:
-    """Return a line if a uniform format is as fast as every map of this budget, with no larger error. None if not.
+    """Return a line if a uniform format is as fast as every map of this budget and has no larger error, else None.
 
     On a card that multiplies no four-bit format, this holds for every share of FP4. ``times`` says whether the host
     knows times, so that the line can name another budget.

@@ -44,7 +44,7 @@ _PATIENCE = 3
 
 
 OnAdopt = Callable[[int, PrecisionMap], object]
-"""A user's function that every rank calls with a step and the map that is in force from it on."""
+"""A user's function, which every rank calls with a step and the map in force from that step on."""
 
 
 @dataclass(eq=False)
@@ -387,9 +387,9 @@ class Controller:
         measured: Mapping[str, Any] | None = None,
     ) -> None:
         """Put the map ``new`` in force from ``step`` on. ``measured`` are the fields of its measured rise."""
-        assert new is not None  # None stands for rank 0's map before ranks have agreed
+        assert new is not None  # it is None only until ranks have agreed on rank 0's map
         started = time.perf_counter() if started is None else started
-        if self.kernels is not None and not self._kernels_ready:  # of a replay, of a later phase, or before a begin
+        if self.kernels is not None and not self._kernels_ready:  # of a replay, a later phase, or a start
             self.kernels.finish()
         changed = self._changed(new)
         self.registry.adopt(new)
@@ -565,7 +565,7 @@ def _unreached(table: StatisticsTable) -> list[str]:
 
 
 def _unusable(table: StatisticsTable) -> Unmeasured | None:
-    """Return why no map can be chosen by a table. None if one can. Equal on all ranks, because the table is."""
+    """Return why a table allows no choice of a map. None if it allows one. Equal on all ranks, as the table is."""
     broken = table.non_finite()
     if broken:
         return Unmeasured(f"not finite: {broken[0]}", {"columns": len(broken)})

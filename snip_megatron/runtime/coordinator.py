@@ -57,7 +57,7 @@ class RankZeroCoordinator:
         self._flops = {row.name: row.flops for row in self.linears}
         self._stages = {row.name: row.stage for row in self.linears}
         self._account = Account()
-        if self.run is not None:  # the records of earlier jobs, of which one that cannot be read ends none
+        if self.run is not None:  # a record of an earlier job that cannot be read does not end this one
             path = self.run.path
             with contextlib.suppress(SnipError):
                 self._account.read(read_events(path), read_metrics(path), dict(read_maps(path, skipped=[])))
@@ -213,9 +213,9 @@ class RankZeroCoordinator:
 
     # -- fixed maps --------------------------------------------------------------------------------------------
     def initial_map(self, step: int) -> PrecisionMap | None:
-        """Return the map from ``step`` on that the configuration fixes. None if it fixes none.
+        """Return the map that the configuration fixes from ``step`` on. None if it fixes none.
 
-        It is that of ``--snip-map``, that of a fixed policy, or the one that the replayed run had in force.
+        ``--snip-map``, a fixed policy or a replayed run fixes a map.
         """
         if self.static_map is not None or self.config.replay is None:
             names, request = [row.name for row in self.linears], self.request

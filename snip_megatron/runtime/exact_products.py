@@ -1,6 +1,6 @@
 """The exact numerics of a job's formats, or of Megatron's own recipe, with which ``--snip-blame`` compares kernels.
 
-The reference shares nothing with the job's backends but torch's quantisers, so that a fault of theirs is not its own.
+The reference shares only torch's quantisers with the job's backends, so that it does not repeat their faults.
 """
 
 from __future__ import annotations

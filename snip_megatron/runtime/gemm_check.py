@@ -79,12 +79,12 @@ def difference(reference: Tensor, result: Tensor, bound: float, noise: float = 0
 
 
 def _noise_of_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> float:
-    """Return the mean square of what ranks lose that round their parts of a sum to ``dtype``."""
+    """Return the mean square error of a sum whose parts the ranks round to ``dtype``."""
     return float(sum(part.square().mean() for part in parts)) * torch.finfo(dtype).eps ** 2
 
 
 def _lost_part(total: Tensor, parts: Sequence[Tensor], result: Tensor, bound: float, noise: float) -> int | None:
-    """Return the index of the part without which the sum of all is the result. None if it is none of them."""
+    """Return the index of the part that the result lacks, which is the sum of all others. None if there is none."""
     for index, part in enumerate(parts):
         without = difference(total - part, result, bound, noise)
         if without is not None and without.sqnr >= bound:
@@ -219,7 +219,9 @@ class KernelCheck(Watcher):
     def _note_sum(
         self, handle: LinearHandle, gemm: Gemm, call: int, lost: int | None, compared: Difference, bound: float
     ) -> None:
-        """Note a wrong sum over ranks, and whose part it lacks, by the place in the group. None if that is unclear."""
+        """Note a wrong sum over ranks. ``lost`` is the place in the group of the rank whose part it lacks, if that is
+        known.
+        """
         culprit, where = rank(), f"{compared.where} of the sum over tensor parallel ranks"
         if lost is not None:
             culprit = lost if handle.tp_group is None else dist.get_global_rank(handle.tp_group, lost)
@@ -259,7 +261,7 @@ class Effect:
 COLUMNS = tuple(Effect.__dataclass_fields__)
 
 Part = tuple[int | None, int | None]
-"""The expert and the tensor parallel rank of a part of a GEMM. None where there is one."""
+"""The expert and the tensor parallel rank of a part of a GEMM. None where there is only one."""
 
 
 class RoundingEffects(Watcher):

@@ -25,7 +25,7 @@ _PATIENCE = 3
 """Number of spikes in a row after which the last good map is restored."""
 
 _BAR = 0.9
-"""Limit of a map's predicted loss after another was taken back, as a multiple of that one's."""
+"""Limit of the predicted loss of a map, as a multiple of that of the map which was taken back before it."""
 
 MIN_RISE = 0.01
 """A loss is a spike only if it exceeds the mean by this share, however small the standard deviation is."""

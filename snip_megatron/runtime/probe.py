@@ -69,8 +69,8 @@ class ProbeRunner:
     def first_pass[T](self, run: Callable[[], T]) -> T:
         """Run a pass of the first training step, and measure what memory it takes.
 
-        The optimizer allocates its state after it. Under CUDA graphs no later pass is as large, so that the peak of the
-        process tells too little: it counts a pass beside less than what is allocated later.
+        The optimizer allocates its state after it. Under CUDA graphs no later pass is as large. The peak of the process
+        is then too low a measure: less memory is allocated beside the first pass than beside later ones.
         """
         device = self.host.device
         if device.type != "cuda":

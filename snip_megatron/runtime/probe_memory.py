@@ -148,7 +148,7 @@ class Fit(NamedTuple):
 def fitting(sequences: int, needed: Callable[[float], Need], free: FreeMemory) -> Fit:
     """Return the largest part of a microbatch that fits on this rank.
 
-    A pass finds the holes again that the tensors of a training step have left, but not more than it takes there.
+    A pass can use the holes that the tensors of a training step have left, up to the memory that the pass itself takes.
 
     Args:
         sequences: Number of sequences into which this rank can cut a microbatch.

@@ -65,15 +65,15 @@ class Comparison:
 
     @property
     def best(self) -> int:
-        """Index of the candidate with the smallest loss, preferably one within the bound. The first of equal ones."""
+        """Index of the candidate with the smallest loss, preferably one within the bound. Ties go to the first."""
         return min(range(len(self.rises)), key=lambda i: (self.breaks_bound(i), self._loss(i)))
 
     def corrected(self, correction: float) -> float:
         """Return the factor of later predictions, if these were predicted with the factor ``correction``.
 
         Predictions are multiplied by measured / predicted if the map of the update's own policy, which is the first
-        candidate, breaks the bound. If it rises less than predicted beyond its error, an earlier factor is taken back
-        as far, never below 1.
+        candidate, breaks the bound. If its rise is below the prediction by more than the error, the factor falls in the
+        same proportion, but not below 1.
         """
         rise, predicted = self.rises[0], self.candidates[0].predicted
         if self.bound is None or not predicted:
@@ -111,7 +111,7 @@ def bound_of(config: SnipConfig) -> float | None:
 def enough_sequences(sequences: int, tokens: int) -> int:
     """Return how many of ``sequences``, with so many ``tokens`` each, a rank measures on: half, until they are few.
 
-    More tokens make the standard error smaller, and not what all tokens share: one rounding of the weights, whose
+    More tokens reduce the standard error, but not the effect that all tokens share: one rounding of the weights, whose
     effect of first order has either sign (``rises_1b_h200_2026-11-29.json``: ±.6 mnat, of which tokens are .3).
     """
     while sequences % 2 == 0 and sequences * tokens > ENOUGH_TOKENS:

@@ -153,9 +153,9 @@ def _rule(
     """Return the map of ``backward-first`` at the cost of ``chosen``. None if it is the same map, or there is none.
 
     Its own scores are no losses. Under ``loss=`` it must therefore reach the speedup of ``chosen``. It is a candidate
-    where dgrads and wgrads are scored in nats, and not beside a plan. A measured rise does not show what they cost: if
-    their unit were another, the rule would always seem the better map. If they score nothing (``fisher``), the map is
-    that of the rule but for ties.
+    only where dgrads and wgrads are scored in nats, and not beside a plan. A measured rise does not include their cost,
+    so that with scores in another unit the rule would always seem the better map. Under ``fisher`` they score 0, and
+    both maps are the same but for ties.
     """
     from snip_megatron.sensitivity.policies import in_nats, needs_forward_noise
     from snip_megatron.sensitivity.problem import build_problem

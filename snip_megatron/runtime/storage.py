@@ -258,7 +258,7 @@ class Writer:
                 self._calls.popleft()()
 
     def _write_failed(self, retries: float) -> None:
-        """Try the files that failed before, until so many of them fail again. The next time begins behind these."""
+        """Try the files that failed before, until ``retries`` of them fail again. Next time, these are tried last."""
         for path, records in list(self._failed.items()):
             while records and self._is_written(records[0]):
                 self._remove_first(records)

@@ -1,9 +1,9 @@
-"""Watches the GEMMs of a pass from outside: their inputs, and what the job's own backend made of them.
+"""Watches the GEMMs of a pass from outside: their inputs, and the products of the job's own backend.
 
 While :func:`watched` is open, the autograd function of every linear passes its inputs to a watcher, and a backend
 around the job's own one passes each product. The job's path runs as in training, with its cached weights and its fused
-kernels, but for the fusion of SwiGLU with quantisation between two linears of grouped experts: nothing stands there
-that could be compared. Training itself knows nothing of this module.
+kernels. Only SwiGLU between two linears of grouped experts runs apart from quantisation, because the fused launch
+returns no product that could be compared. Training does not use this module.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ from snip_megatron.precision import Format, Formats, Gemm
 
 FormatsOf = Callable[[LinearHandle], Formats]
 
-_all_gather = dist.all_gather  # what a job replaces later is not what checks it
+_all_gather = dist.all_gather  # bound now: a job that replaces the function later must not replace the check
 
 
 class Product:
@@ -124,7 +124,7 @@ def of_ranks(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
 
 
 class Watcher:
-    """Receives the GEMMs of a pass. It ignores those whose method a subclass leaves as it is.
+    """Receives the GEMMs of a pass. The methods do nothing unless a subclass overrides them.
 
     Attributes:
         formats_of: Returns the formats of the job.
@@ -254,7 +254,7 @@ def _keep_sources(stack: ExitStack) -> None:
 
 # -- grouped experts ---------------------------------------------------------------------------------------------------
 class _UnfusedGroups:
-    """The grouped products of a backend, without those that one launch fuses with SwiGLU or the host does not see."""
+    """The grouped products of a backend, with SwiGLU in a launch of its own and the numbers of rows on the host."""
 
     def __init__(self, inner: GroupLoop) -> None:
         self._inner = inner

@@ -255,8 +255,8 @@ def smallest_set[T](
 
 # -- GEMMs that formats harm more than their peers ---------------------------------------------------------------------
 # The error of a GEMM is that of its result on the inputs of a bf16 pass: of an 8-bit format .01 to .04, of a 4-bit one
-# .03 to .2. It is compared with that of GEMMs of the same kind and as many bits, and with a limit. A format that few
-# GEMMs have is compared with those of the others: one linear in four bits of a run in eight is to blame.
+# .03 to .2. It is compared with that of GEMMs of the same kind and as many bits, and with a limit. GEMMs in a rare
+# format are compared with those in other formats: in a run in eight bits, a single linear in four bits is to blame.
 LIMIT = {4: 0.5, 8: 0.15}  # Bits → relative error of a GEMM's result above which it is harmed, whatever its peers have
 
 RATIO = 1.6

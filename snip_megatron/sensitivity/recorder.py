@@ -33,7 +33,7 @@ _REPLICATED = {"column": "x", "row": "g", "whole": "xwgy"}
 
 
 Attempt = Callable[..., Any]
-"""Calls its first argument with the others. It may catch an exception of it, so that the pass goes on."""
+"""Calls its first argument with the other arguments. It may catch an exception, so that the pass goes on."""
 
 
 def directly(work: Callable[..., Any], *args: Any) -> Any:

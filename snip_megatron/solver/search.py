@@ -112,7 +112,9 @@ def _fastest(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
 
 
 def _rounded(table: Table, relaxation: Relaxation, start: Ints) -> Ints:
-    """Return the fastest assignment within the limit of the loss that repairs of the relaxation's give."""
+    """Return the fastest assignment within the limit of the loss. Halving finds the highest need at which a repair of
+    the relaxation's solution stays within it.
+    """
     best, nearest = start, relaxation.reduced.argmin(axis=1)
     low, high = table.total_saving(best), -relaxation.bound
     for _ in range(_HALVINGS):

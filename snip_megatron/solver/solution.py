@@ -41,15 +41,15 @@ class Solution:
     choices: Mapping[str, Format]
     status: str  # ``optimal`` (``gap`` is at most 1e-4), ``feasible`` or ``infeasible``
     budget: Budget
-    # objective, bound: what was minimised, Σ loss, or for ``loss`` the time of the slowest stage, of a plan Σ steps ·
-    # time; and a lower bound of it over all feasible choices
+    # objective, bound: what was minimised, and a lower bound of it over all feasible choices. Minimised is Σ loss, or
+    # under a budget ``loss`` the time of the slowest stage (for a plan Σ steps · time)
     objective: float | None = None
     bound: float | None = None
-    # certified: (objective − bound) / (objective − Σ of each decision's least loss), or for ``loss`` (objective −
-    # bound) / objective
+    # certified: (objective − bound) / (objective − Σ of each decision's least loss). Under a budget ``loss`` it is
+    # (objective − bound) / objective
     gap: float | None = None
-    # Σ saving / Σ cost; 0 if all costs are 0. Of a plan the mean over all steps, those spent included, or for budgets
-    # of time reference time / time
+    # Σ saving / Σ cost; 0 if all costs are 0. For a plan it is the mean over all steps, those spent included, or
+    # reference time / time under budgets of time
     achieved: float | None = None
     # the same for each stage number; empty for a plan
     achieved_per_stage: Mapping[int, float] = field(default_factory=dict)
@@ -58,7 +58,8 @@ class Solution:
     solve_seconds: float = 0.0
     deterministic_seconds: float = 0.0  # CP-SAT's own measure of its work, which is the same on every machine
     fault: Infeasibility | None = None
-    # phases, steps: of a plan, the solution of every phase, in figures of one step, and its training steps
+    # phases, steps: the solution of every phase of a plan, in figures of one step, and the training steps of every
+    # phase
     phases: tuple[Solution, ...] = ()
     steps: tuple[int, ...] = ()
 

@@ -221,7 +221,7 @@ Halves = Mapping[str, Sequence[Mapping[Format, float]]]  # item id → joint sav
 
 
 def _groups(items: Sequence[Item]) -> tuple[list[list[Item]], Halves]:
-    """Return the items, which are sorted by id, by decision, in the order of their first items; and shared savings."""
+    """Return the items of each decision, sorted by id, in the order of their first items; and the shared savings."""
     by_id, groups = {item.id: item for item in items}, {item.id: [item] for item in items}
     halves: dict[str, list[Mapping[Format, float]]] = {}
     for item in items:

@@ -192,7 +192,7 @@ def compile_kernels(measurer: Measurer, workload: Workload) -> Compilation | Non
 
 
 def run_once(backend: GemmBackend, formats: tuple[Format, ...], workload: Workload, device: torch.device) -> None:
-    """Run what :func:`calibrate` times, but attention, once, so that its kernels can be listed."""
+    """Run once everything that :func:`calibrate` times, except attention, so that its kernels can be listed."""
     once = Measurer(backend, _Once(device), formats)
     for kind, size in replace(workload, attention=()).ordered():
         with suppress(RuntimeError):  # as in calibrate

@@ -152,8 +152,8 @@ class GroupedLinear:
         return times
 
     def _fused(self, operand: str, apart: dict[Format, Triple]) -> dict[Format, float]:
-        """Return what quantising for the first GEMM adds to SwiGLU, or to its gradient, with the other GEMM in bf16,
-        and of formats that are not fused the times of a quantisation ``apart``.
+        """Return format → seconds that quantising for the first GEMM adds to SwiGLU or its gradient, with the other
+        GEMM in bf16. A format that is not fused has the seconds of a quantisation ``apart``.
         """
         rows, fuses = self._rows[operand], self._products.fuses_swiglu
         width = rows.shape[1] * (2 if operand == "input" else 1)

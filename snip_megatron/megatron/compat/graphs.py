@@ -134,7 +134,7 @@ class Graphs:
 
     @contextlib.contextmanager
     def _capture(self) -> Iterator[None]:
-        """Raise RecaptureError if a capture of the training step inside this context fails that a map has caused."""
+        """Raise RecaptureError if a capture that a new map has caused fails inside this context."""
         try:
             yield
         except Exception as error:
@@ -152,7 +152,7 @@ class Graphs:
         return True
 
     def hold(self, layers: Sequence[Any], whole: Sequence[bool]) -> None:
-        """Make the next capture hold those of ``layers`` with their experts that are to be ``whole``."""
+        """Make the next capture hold each of ``layers``, with its experts where ``whole`` is true."""
         raise NotImplementedError
 
     def recapture(self, model: Sequence[torch.nn.Module], args: Any) -> None:

@@ -138,7 +138,7 @@ def separate_offloading(model_config: Any) -> AbstractContextManager[None]:
 def gather_parameters(model: Sequence[Any]) -> None:
     """Finish the gather of parameters that ``--overlap-param-gather`` would run inside the next forward. Collective.
 
-    A pass that fails on one rank does not leave others waiting in it then.
+    A pass that fails on one rank then leaves no other rank waiting in a gather.
     """
     for chunk in model:
         if getattr(chunk, "remove_forward_pre_hook_handles", None):

@@ -61,7 +61,7 @@ def _state_of_parameter(optimizer: Any, param: torch.nn.Parameter) -> State | No
 
 
 def main_parameter(optimizer: Any, param: torch.nn.Parameter) -> tuple[torch.Tensor, int, int] | None:
-    """Return the FP32 values that the optimizer updates for ``param``, and the range of its elements that they are.
+    """Return the FP32 values that the optimizer updates for ``param``, and the range of elements that they cover.
 
     Returns None if this rank has none, or has them in another form.
     """

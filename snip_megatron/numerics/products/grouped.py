@@ -116,7 +116,7 @@ def group_rows(counts: tuple[int, ...], device: torch.device, *, backwards: bool
 
 
 def rows_of(splits: Sequence[int] | Rows, device: torch.device) -> Rows:
-    """Return ``splits``, or the rows of experts that have so many and need no padding."""
+    """Return ``splits`` as the rows of experts. Numbers of rows become rows that need no padding."""
     return splits if isinstance(splits, Rows) else group_rows(tuple(splits), device)
 
 

@@ -70,7 +70,7 @@ def import_fault() -> str | None:
 
 
 def import_error(error: Exception) -> str:
-    """Return an error of the import of Transformer Engine in one line. For cuDNN's, the line says what to do."""
+    """Return an error of the import of Transformer Engine in one line. If it is of cuDNN, the line says what to do."""
     line = first_line(error)
     if "libcudnn" not in str(error):
         return line
