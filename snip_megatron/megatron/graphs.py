@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from snip_megatron.layers import LinearRegistry
 from snip_megatron.layers.context import GraphedState, LinearHandle
 from snip_megatron.layers.registry import DeviceStep
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.startup import say
 from snip_megatron.precision import ALL_BF16, Format
 
@@ -215,9 +213,3 @@ class GraphedRun:
         """Run the passes inside this context without graphs. They are probes or validations."""
         with nullcontext() if self._graphs is None else compat.graphs_bypassed(model, self._args):
             yield
-
-    def without_graph(self, call: StepCall) -> StepCall:
-        """Return ``call`` with a schedule for probes, which replays no graph."""
-        if self._graphs is None:
-            return call
-        return replace(call, forward_backward_func=compat.schedule_without_graph(call.forward_backward_func))

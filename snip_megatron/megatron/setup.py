@@ -280,7 +280,9 @@ class SnipRun:
         """Return the step whose passes run outside of CUDA graphs."""
         assert self._host is not None
         around = functools.partial(self.graphs.bypassed, call.model)
-        return MegatronStep(self.graphs.without_graph(call), self._args, self._host.groups, around)
+        schedule = compat.schedule_without_graph(call.forward_backward_func)
+        call = dataclasses.replace(call, forward_backward_func=schedule)
+        return MegatronStep(call, self._args, self._host.groups, around)
 
     def _make_host(self, call: StepCall) -> Host:
         """Make the host, and tell linears their places in its groups."""

@@ -39,11 +39,6 @@ def of_formats[T: np.generic](table: StatisticsTable, values: NDArray[T], format
     return np.stack([values[..., table.formats.index(f)] if f in table.formats else zeros for f in formats], axis=-1)
 
 
-def of_rows(table: StatisticsTable, name: str) -> FloatArray:
-    """Return a field of every linear, such as ``n`` or the number ``experts`` of its matrices, float64 [linears]."""
-    return np.array([getattr(row, name) for row in table.linears], dtype=np.float64)
-
-
 def second_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
     """Return ΔL₂ = (T/2)·Σ_t (G_t·E_t)² of every option, in nats, float64 [linears, 3, formats] (how-it-works.md, loss
     divergence).
@@ -115,9 +110,8 @@ def dgrad_error2(table: StatisticsTable, fmt: str) -> FloatArray:
     assumes that their weights are of about one size.
     """
     dg2, dw2 = (format_column(table, c, (fmt,))[:, 0] for c in ("dg_row2", "dw2"))
-    error: FloatArray = (dg2 * table.linear["w2"] + table.linear["g2"] * dw2) / (
-        of_rows(table, "n") * of_rows(table, "experts")
-    )
+    count = np.array([row.n * row.experts for row in table.linears], dtype=np.float64)
+    error: FloatArray = (dg2 * table.linear["w2"] + table.linear["g2"] * dw2) / count
     return error
 
 
