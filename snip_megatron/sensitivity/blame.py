@@ -131,13 +131,10 @@ class Checkpoint(JsonFields):
 
 @dataclass(frozen=True)
 class Weights(JsonFields):
-    """The weights of the passes: the number of steps that have trained them, and a digest of all ranks' parameters.
+    """The weights of the passes."""
 
-    Digests are equal only on the same layout.
-    """
-
-    step: int
-    digest: str
+    step: int  # number of steps that have trained them
+    digest: str  # of all ranks' parameters. It is equal only on the same layout
 
 
 @dataclass(frozen=True)

@@ -32,16 +32,13 @@ class LinearRows:
 
 @dataclass(frozen=True)
 class ProbedShapes:
-    """One rank's share of what a probe records: its linears, of which each expert is one, and residual boundaries.
-
-    ``tokens`` × ``hidden`` is the residual stream of a microbatch, ``element`` the bytes of a weight or activation.
-    """
+    """One rank's share of what a probe records: its linears, of which each expert is one, and residual boundaries."""
 
     linears: Sequence[LinearRows]
-    tokens: int
+    tokens: int  # of the residual stream of a microbatch, tokens × hidden
     hidden: int
     boundaries: int
-    element: int = 2
+    element: int = 2  # bytes of a weight or activation
 
     def samples(self, probe_tokens: int, microbatches: int) -> float:
         """Return the bytes of the sampled rows: X and G of linears, h and r of boundaries."""

@@ -276,15 +276,11 @@ def attached(recorders: list[LinearRecorder]) -> Iterator[None]:
 # -- residual stream -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class TokenShard:
-    """The tokens of a microbatch that this tensor parallel rank holds of the residual stream.
+    """The tokens of a microbatch that this tensor parallel rank holds of the residual stream."""
 
-    They are share ``rank`` of ``size`` equal contiguous shares. The size is 1 if the stream is replicated; exactly one
-    rank then ``reports`` its tokens.
-    """
-
-    rank: int
-    size: int
-    reports: bool
+    rank: int  # which of ``size`` equal contiguous shares they are
+    size: int  # 1 if the stream is replicated
+    reports: bool  # of a replicated stream, exactly one rank reports its tokens
 
     def first_row(self, local_rows: int) -> int:
         return self.rank * local_rows

@@ -33,15 +33,11 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 
 @dataclass(frozen=True)
 class ProbeGroups:
-    """The process groups that a probe reduces over, before all ranks: data parallel ranks hold distinct tokens.
-
-    ``experts`` are the groups of the weights of experts, whose data parallel ranks are those with the same experts.
-    None if the model has no experts.
-    """
+    """The process groups that a probe reduces over, before all ranks: data parallel ranks hold distinct tokens."""
 
     tp: dist.ProcessGroup | None
     dp: dist.ProcessGroup | None
-    experts: ProbeGroups | None = None
+    experts: ProbeGroups | None = None  # of experts: data parallel ranks have the same ones. None without experts
 
     def of(self, handle: LinearHandle) -> ProbeGroups:
         """Return the groups of a linear."""

@@ -66,12 +66,11 @@ BOUNDARY_COLUMNS = (
 class SinkRow:
     """A word embedding or a norm's weight, which gradient errors reach although its GEMM is no candidate.
 
-    The dgrad of the first block reaches sinks only (docs/how-it-works.md, recipe step 4). ``boundary`` is the residual
-    boundary that a norm reads, or 0, which the embedding writes.
+    The dgrad of the first block reaches sinks only (docs/how-it-works.md, recipe step 4).
     """
 
     name: str
-    boundary: int
+    boundary: int  # the residual boundary that a norm reads, or 0, which the embedding writes
     numel: int
 
 

@@ -29,15 +29,12 @@ _ELEMENTS = 2**24  # that are evaluated at once, in about ten FP32 tensors of th
 # -- the next update -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class AdamWState:
-    """AdamW's state, after ``step`` updates, of the elements [start, end) of a flattened local parameter.
-
-    The moments are flat, [end − start], float32.
-    """
+    """AdamW's state, after ``step`` updates, of the elements [start, end) of a flattened local parameter."""
 
     start: int
     end: int
     step: int
-    exp_avg: torch.Tensor
+    exp_avg: torch.Tensor  # float32 [end − start], as the other moment
     exp_avg_sq: torch.Tensor
     beta1: float
     beta2: float
@@ -105,14 +102,11 @@ def error_signs(seed: int, rows: Tensor, cols: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StepScale:
-    """Factors that bring the sums of a probe of ``tokens`` to the gradient that the optimizer sees in a training step.
+    """Factors that bring the sums of a probe to the gradient that the optimizer sees in a training step."""
 
-    ``gradient`` brings recorded G to ∂L/∂Y of the mean token loss, ``clip`` is that of the last step's clipping.
-    """
-
-    gradient: float
-    clip: float
-    tokens: int
+    gradient: float  # brings recorded G to ∂L/∂Y of the mean token loss
+    clip: float  # of the last step's clipping
+    tokens: int  # of the probe
     tokens_per_step: int
 
     @property

@@ -69,14 +69,10 @@ class Item(JsonFields):
 
 @dataclass(frozen=True, slots=True)
 class Phase(JsonFields):
-    """One phase of what remains of a run.
-
-    ``target`` is the share that this phase itself must reach, or under a ``speedup`` budget its speedup. None if only
-    the average counts.
-    """
+    """One phase of what remains of a run."""
 
     steps: int
-    target: float | None = None
+    target: float | None = None  # the share, or speedup, that it must reach itself. None if only the average counts
 
 
 @dataclass(frozen=True, slots=True)

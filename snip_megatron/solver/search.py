@@ -130,19 +130,15 @@ def _rounded(table: Table, relaxation: Relaxation, start: Ints) -> Ints:
 # -- the least loss ----------------------------------------------------------------------------------------------
 @dataclass
 class _Search:
-    """Minimises Σ shifted loss, the ``score``, from a feasible assignment; keeps the best and a bound of all.
-
-    ``effort`` are the deterministic seconds of the last core. The search also ends when the bound exceeds ``limit``, or
-    near the least loss of an assignment within it.
-    """
+    """Minimises Σ shifted loss, the ``score``, from a feasible assignment; keeps the best and a bound of all."""
 
     table: Table
     assignment: Ints
     limits: Limits
     _: KW_ONLY
     exact: bool
-    effort: float = math.inf
-    limit: float = math.inf
+    effort: float = math.inf  # deterministic seconds of the last core
+    limit: float = math.inf  # the search also ends when the bound exceeds it, or near the least loss within it
     bound: float = field(default=0.0, init=False)
     relaxation: Relaxation | None = field(default=None, init=False)
 
