@@ -65,7 +65,7 @@ class SnipRun:
         self._linears = ModelLinears(())
         self._controller: Controller | None = None
         self._coordinator: RankZeroCoordinator | None = None
-        self._host: Host | None = None
+        self._host: Host  # from the first step on
         self._probes: ProbeRunner | None = None
         self._unmeasured: MeasuredTimes | None = None  # on rank 0 if the first update must measure times
         self.scheduler: Any = None  # of the learning rate, from the first step on
@@ -246,7 +246,6 @@ class SnipRun:
         with _between_steps(call.step, "adoption"):
             diagnose = None
             if self._config.guard_blame:
-                assert self._host is not None
                 assert self._registry is not None
                 job = self._config, self._args, self._host, self._registry
                 diagnose = functools.partial(guard_blame, *job, call, self._step_without_graphs)
@@ -278,7 +277,6 @@ class SnipRun:
     # -- construction at the first step ------------------------------------------------------------------------
     def _step_without_graphs(self, call: StepCall) -> MegatronStep:
         """Return the step whose passes run outside of CUDA graphs."""
-        assert self._host is not None
         around = functools.partial(self.graphs.bypassed, call.model)
         schedule = compat.schedule_without_graph(call.forward_backward_func)
         call = dataclasses.replace(call, forward_backward_func=schedule)
@@ -352,7 +350,6 @@ class SnipRun:
         times: MeasuredTimes | None = None
         measure: Callable[[], OptionTimes] | None = None
         if config.budget.timed and config.updates and request.times is None:
-            assert self._host is not None
             timed = transformer_engine_gemms() if registry.context.use_te_recipe else registry.context.backend
             folder = None if run is None else run.path
             times = MeasuredTimes(config, args, linears.covered, timed, folder, self._host.device)

@@ -74,12 +74,13 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
 
     Raises SnipError if two arguments cannot be combined. The message names both.
     """
-    tables = _features(args), _engine(config, args), _graphs(config, args), _optimizer(config, args)
-    for conflicts, message in itertools.chain(*tables, _full_sharding(config, args)):
+    tables = [_features(args), _engine(config, args), _graphs(config, args), _optimizer(config, args)]
+    tables.append(_full_sharding(config, args))
+    if config.gradient_reduction != "fp32":
+        tables.append(compat.gradient_reduction_conflicts(args))
+    for conflicts, message in itertools.chain(*tables):
         if conflicts:
             raise SnipError(message)
-    if config.gradient_reduction != "fp32":
-        compat.check_gradient_reduction(args)
     if not torch.cuda.is_available():
         check_measurable(config, None)
 
