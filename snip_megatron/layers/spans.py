@@ -1,7 +1,5 @@
 """How long the GPU takes for a module's forward and backward in a training, with what it waits for its host."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import deque

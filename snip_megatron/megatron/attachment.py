@@ -1,7 +1,5 @@
 """Puts SNIP around a call of Megatron's ``pretrain``, in SNIP's own entry and in other training scripts."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ with other ranks', the output of a row-parallel linear with a sum of all ranks' 
 with the routers' choice.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Iterator, Sequence

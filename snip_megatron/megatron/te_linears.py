@@ -4,8 +4,6 @@ As in :mod:`snip_megatron.megatron.linears`, instances are made by assigning a c
 where Transformer Engine can.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ A kernel reads its tensor once. Formats without a kernel (nvfp4, mxfp4, mxfp8 an
 kernel is launched.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 

@@ -11,8 +11,6 @@ Where Megatron's own linear adds ∇W in a kernel of its own, a bf16 wgrad is ch
 three GEMMs are bf16. Otherwise SNIP's linear runs, which adds in the GEMM, and the charge is too high.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Private names of Megatron Bridge 0.6 and 0.7. Only ``snip_megatron.bridge`` imports this module."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Megatron's three implementations capture once, in the first steps, and expect th
 Deleting the graphs returns an implementation to its state before the capture.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import time

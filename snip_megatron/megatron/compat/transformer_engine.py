@@ -1,7 +1,5 @@
 """Transformer Engine's own recipes under a precision map, and its kernels for the norm in a fused linear."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

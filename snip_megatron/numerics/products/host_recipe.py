@@ -6,8 +6,6 @@ return. Scales are computed as Transformer Engine computes them, so that the qua
 where it rounds stochastically. Measuring passes alone run this: no map has these formats.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

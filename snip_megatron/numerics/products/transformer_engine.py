@@ -1,7 +1,5 @@
 """Transformer Engine's linears under a map (``--snip-gemm transformer_engine``): where they run, and their GEMMs."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

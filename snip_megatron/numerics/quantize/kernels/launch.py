@@ -5,8 +5,6 @@ everything that Triton's choice depends on: the numbers, the dtype, device and a
 the options. Inside :func:`list_launches`, kernels are listed instead of launched, for :mod:`.compiler`.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import os
