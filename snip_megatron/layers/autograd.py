@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, Override
+from snip_megatron.layers.context import GRADIENT_GEMMS, LinearHandle, Override
 from snip_megatron.numerics.products.backend import (
     FlatOperand,
     GemmBackend,
@@ -33,8 +33,6 @@ from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, 
 from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm
 from snip_megatron.precision.errors import SnipError
-
-_GRADIENT_GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]
 
 
 class LinearCall(NamedTuple):
@@ -318,7 +316,7 @@ def gradient_keys(call: LinearCall, g: Tensor, *formats: Format) -> GradientKeys
         return GradientKeys(dgrad, wgrad, cols, first_row=first_row, paired=handle.paired)
     microbatch = handle.state.backwards if call.override is None else call.override.microbatch
     identity = (context.seed, context.step, handle.global_microbatch(microbatch), handle.index)
-    first, second = derive_seeds(identity, _GRADIENT_GEMMS)
+    first, second = derive_seeds(identity, GRADIENT_GEMMS)
     return GradientKeys(first, second, cols, first_row=first_row, paired=handle.paired)
 
 

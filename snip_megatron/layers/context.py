@@ -34,6 +34,7 @@ _SHARDED = {"column": ("w", "g"), "row": ("x", "w"), "whole": ()}
 """Operands of which each tensor parallel rank holds a shard. X of a column parallel linear and G of a row parallel one
 are whole on every rank, under sequence parallelism after the gather."""
 GEMM_INDEX = {gemm: index for index, gemm in enumerate(Gemm)}
+GRADIENT_GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]  # those that read G
 
 
 _SCALED = frozenset(fmt for fmt, spec in SPECS.items() if spec.scaling in (Scaling.FP32_TENSOR, Scaling.E4M3_FP32))

@@ -7,14 +7,13 @@ from functools import partial
 
 import torch
 
-from snip_megatron.layers.context import GEMM_INDEX, GraphedState, LinearHandle, StepContext, signs_of
+from snip_megatron.layers.context import GRADIENT_GEMMS, GraphedState, LinearHandle, StepContext, signs_of
 from snip_megatron.layers.weights import GraphedWeight
 from snip_megatron.numerics.quantize.device_keys import DeviceKeys, LinearIdentity
 from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, option_id
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.recipes import is_recipe_file, map_of_recipes, read_recipes
 
-_GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]
 _APART = 4  # distance of two chunks' flags in int32: 16 bytes, the alignment that kernels are compiled for
 
 
@@ -75,7 +74,7 @@ class DeviceStep:
     def __init__(self, handles: Sequence[LinearHandle], chunks: Sequence[int], device: torch.device) -> None:
         numbers = [(h.index, h.global_microbatch(0), h.global_microbatch(1)) for h in handles]
         identities = [LinearIdentity(index, factor=second - first, offset=first) for index, first, second in numbers]
-        self._keys = DeviceKeys(identities, _GEMMS, device)
+        self._keys = DeviceKeys(identities, GRADIENT_GEMMS, device)
         self._current = torch.zeros(max(chunks, default=0) + 1, _APART, dtype=torch.int32, device=device)
         self._signs = torch.zeros(len(handles), _APART, dtype=torch.int32, device=device)
         self._handles = list(handles)

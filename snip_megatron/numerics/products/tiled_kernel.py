@@ -6,7 +6,6 @@ The emulated backend uses it for fp8 and fp4. Their scales are arbitrary FP32 nu
 exact in bf16. The elements alone are exact. The tensor cores multiply them, and the sum of each tile is scaled in FP32.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -14,7 +13,6 @@ from snip_megatron.numerics.quantize.kernels.launch import launch
 
 _TILE = 128
 _BLOCK, _DEPTH, _GROUP = 128, 64, 8
-_OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
