@@ -185,38 +185,33 @@ def _note_losses(
     return (loss, *extras)
 
 
+@dataclass(eq=False)
 class MegatronStep:
-    """A training step of Megatron as :class:`snip_megatron.runtime.host.HostStep`.
+    """A training step of Megatron as :class:`snip_megatron.runtime.host.HostStep`."""
 
-    ``around`` makes a context around passes. Each :meth:`undisturbed` enters one.
-    """
+    call: StepCall
+    args: argparse.Namespace
+    groups: ProbeGroups
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # around passes, entered by :meth:`undisturbed`
+    # number of the first microbatch of a pass, 0 being the next that training reads
+    first: int = field(default=0, init=False)
+    # of each microbatch in the last pass; None if the pass took all
+    _sequences: int | None = field(default=None, init=False)
+    _restore_random_states: Callable[[], None] = field(default=lambda: None, init=False)
+    _pass: range = field(default=range(0), init=False)
+    _routing: compat.RepeatedRouting | None = field(default=None, init=False)
+    _passes: int = field(default=0, init=False)
+    _loss_tokens: list[torch.Tensor] = field(default_factory=list, init=False)
 
-    def __init__(
-        self,
-        call: StepCall,
-        args: argparse.Namespace,
-        groups: ProbeGroups,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._around = around
-        self.step, self.microbatches = call.step, call.num_microbatches
-        self.first = 0  # number of the first microbatch of a pass, 0 being the next that training reads
-        self.call = call
-        self._groups = groups
-        self._args, self._seq_length = args, args.seq_length
-        self._sequences: int | None = None  # of each microbatch in the last pass; None if the pass took all
-        self._restore_random_states: Callable[[], None] = lambda: None
-        self._pass = range(0)
-        self._routing: compat.RepeatedRouting | None = None
-        self._passes = 0
-        self._loss_tokens: list[torch.Tensor] = []
-        self._shards = compat.ShardedParameters(call.model)
+    def __post_init__(self) -> None:
+        self.step, self.microbatches = self.call.step, self.call.num_microbatches
+        self._shards = compat.ShardedParameters(self.call.model)
 
     @functools.cached_property
     def sequences(self) -> int:
         """See :class:`HostStep`. It is 1 if this rank reads data that cannot be cut."""
-        size = self._args.micro_batch_size
-        return int(size) if size > 1 and compat.divisible(self.call.data_iterator, self._args) else 1
+        size = self.args.micro_batch_size
+        return int(size) if size > 1 and compat.divisible(self.call.data_iterator, self.args) else 1
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -228,7 +223,7 @@ class MegatronStep:
         self._restore_random_states, self._passes = compat.random_states(), 0
         try:
             with (
-                self._around(),
+                self.around(),
                 compat.rerun_disabled(),
                 compat.quiet_schedule(call.config),
                 compat.routing_repeated(call.model) as self._routing,
@@ -301,16 +296,16 @@ class MegatronStep:
             stack.enter_context(compat.routers_restored(call.model))
             stack.enter_context(compat.attention_logits_restored(call.model))
             stack.enter_context(compat.separate_offloading(call.config))
-            sequences = self._args.micro_batch_size if self._sequences is None else self._sequences
-            stack.enter_context(compat.changed(self._args, micro_batch_size=sequences))
+            sequences = self.args.micro_batch_size if self._sequences is None else self._sequences
+            stack.enter_context(compat.changed(self.args, micro_batch_size=sequences))
             call.forward_backward_func(
                 forward_step_func=forward_step_func or call.forward_step_func,
                 data_iterator=compat.repeated(call.data_iterator, microbatches, self._sequences),
                 model=call.model,
                 num_microbatches=len(microbatches),
-                seq_length=self._seq_length,
+                seq_length=self.args.seq_length,
                 micro_batch_size=sequences,
-                decoder_seq_length=self._seq_length,
+                decoder_seq_length=self.args.seq_length,
                 forward_only=forward_only,
             )
         self._shards.finish_pass()
@@ -322,10 +317,10 @@ class MegatronStep:
         """
         unscaled = 1.0 / float(self.call.optimizer.get_loss_scale())
         if not self.call.config.calculate_per_token_loss:
-            return unscaled / self._groups.dp_size
+            return unscaled / self.groups.dp_size
         device = next(self.call.model[0].parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        if self._groups.tp_rank == 0:  # tensor parallel ranks count the same tokens
+        if self.groups.tp_rank == 0:  # tensor parallel ranks count the same tokens
             total += sum(count.to(device) for count in self._loss_tokens)
         dist.all_reduce(total)
         return unscaled / max(float(total), 1.0)  # as Megatron
@@ -340,7 +335,7 @@ class MegatronStep:
         else:
             gradient = weight.main_grad.float()  # type: ignore[attr-defined]
         if getattr(weight, "sequence_parallel", False):
-            dist.all_reduce(gradient, group=self._groups.tp)
+            dist.all_reduce(gradient, group=self.groups.tp)
         return gradient
 
     def join_gradients(self) -> None:
