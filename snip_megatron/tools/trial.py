@@ -327,8 +327,6 @@ def as_dict(trial: Trial, chosen: Map, sentence: str, command: Sequence[str]) ->
     """Return the object of a ``snip.trial/1`` file."""
     bf16, fp8, snip = (run.ms for run in trial.runs)
     versions = {name: installed_version(name) for name in ("torch", "megatron-core", "transformer-engine", "triton")}
-    today, commit = datetime.now(UTC).strftime("%Y-%m-%d"), os.environ.get("SNIP_COMMIT") or "unknown"
-    sizes = {name: getattr(trial, name) for name in ("ranks", "steps", "job_steps")} | {"tokens_per_step": trial.tokens}
     runs = [
         asdict(run)
         | {"arguments": shlex.join(run.arguments), "ms": run.ms, "loss": run.loss}
@@ -339,16 +337,19 @@ def as_dict(trial: Trial, chosen: Map, sentence: str, command: Sequence[str]) ->
         "schema": SCHEMA,
         "command": list(command),
         "version": __version__,
-        "commit": commit,
-        "date": today,
+        "commit": os.environ.get("SNIP_COMMIT") or "unknown",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "versions": versions,
         "device": trial.machine.device or "cpu",
-        **sizes,
+        "ranks": trial.ranks,
+        "steps": trial.steps,
+        "tokens_per_step": trial.tokens,
+        "job_steps": trial.job_steps,
         "notes": list(trial.notes),
         "runs": runs,
         "map": asdict(chosen),
-        "verdict": sentence,
         "over_fp8": None if fp8 is None or snip is None else fp8 / snip,
+        "verdict": sentence,
     }
 
 
