@@ -171,7 +171,7 @@ def guard_blame(
     The weights are those that training has now. If a rank has not kept the microbatches of the step, as after a resume,
     they are the next ones. There is no verdict if the data has no more. Returns the fields of the event.
     """
-    count = guard_microbatches(config, host, call)
+    count = config.probed_microbatches(call.num_microbatches, host.pass_group)
 
     def next_microbatches() -> StepCall:
         compat.repeated(call.data_iterator, range(count))  # raises SnipError at the end of the data
@@ -198,11 +198,6 @@ def guard_blame(
     named = "" if culprit is None else f"{culprit.linear}:{culprit.gemm}"
     fields = {"verdict": blame.verdict, "why": blame.reason, "culprit": named, "seconds": blame.seconds}
     return fields | {"of_step": blame.step - 1, "weights": weights.digest}
-
-
-def guard_microbatches(config: SnipConfig, host: Host, call: StepCall) -> int:
-    """Return how many microbatches of a step the guard keeps on each rank."""
-    return min(call.num_microbatches, -(-config.probe_microbatches // host.pass_group) * host.pass_group)
 
 
 def _on_all_ranks(host: Host, make: Callable[[], StepCall]) -> StepCall | None:

@@ -15,7 +15,7 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.layers.registry import check_map_fits, describe_left_out, load_map
 from snip_megatron.megatron import compat, validate
-from snip_megatron.megatron.blame import guard_blame, guard_microbatches, host_job, map_of_job, run_blame, snip_job
+from snip_megatron.megatron.blame import guard_blame, host_job, map_of_job, run_blame, snip_job
 from snip_megatron.megatron.compat.checkpoints import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.compat.checkpoints import SnipState
 from snip_megatron.megatron.conversion import convert_model, what_stays
@@ -249,7 +249,7 @@ class SnipRun:
                 assert self._registry is not None
                 job = self._config, self._args, self._host, self._registry
                 diagnose = functools.partial(guard_blame, *job, call, self._step_without_graphs)
-                count = guard_microbatches(self._config, self._host, call)
+                count = self._config.probed_microbatches(call.num_microbatches, self._host.pass_group)
                 compat.keep_microbatches(call.data_iterator, call.step, count)
             controller.before_step(call.step, probe, measure, diagnose)
             self.graphs.recapture(call.step)

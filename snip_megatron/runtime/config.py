@@ -277,7 +277,7 @@ class SnipConfig:
 
     def probed_microbatches(self, microbatches: int, group: int) -> int:
         """Return how many of a step's microbatches a probe runs on a rank. Some schedules run whole groups of them."""
-        return min(-(-min(self.probe_microbatches, microbatches) // group) * group, microbatches)
+        return min(microbatches, -(-self.probe_microbatches // group) * group)
 
     def request(self, **facts: Any) -> SolveRequest:
         """Return the request that every update of this run solves.
