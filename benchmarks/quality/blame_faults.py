@@ -109,7 +109,8 @@ def install() -> None:
 
     C++, which repeats calls of a backend, would repeat a fault in every linear, so that Python launches the kernels.
     """
-    from snip_megatron.megatron import conversion, warmup
+    from snip_megatron.megatron import conversion
+    from snip_megatron.runtime import warmup
 
     warmup.launch_from_cpp = lambda *_: "Python launches kernels"  # type: ignore[assignment]
     note_linears()

@@ -169,15 +169,15 @@ def prepare_run(
 
 def terms_of(config: SnipConfig, args: argparse.Namespace, use_library: Callable[[str], None]) -> Terms:
     """Return what all ranks of a training under SNIP must agree about. ``use_library`` is called if they cannot."""
-    from snip_megatron.megatron.conversion import formats_in_use
-
     version = megatron.core.__version__
     release = version.partition("+")[0]  # the rest is the commit of a checkout, or of what a virtual environment is in
     versions = {"megatron-core": release if release == installed_version("megatron-core") else version}
     if "transformer_engine" in (config.gemm, args.transformer_impl):
         versions["transformer-engine"] = str(installed_version("transformer-engine"))
     with rank_device():
-        backend = select_backend(config.gemm, formats_in_use(config), library=config.gemm_library, checks=False).backend
+        backend = select_backend(
+            config.gemm, config.formats_in_use(), library=config.gemm_library, checks=False
+        ).backend
         table = configuration_table(config, backend.name, backend.products, versions)
     values = {name: getattr(args, name) for name in SHARED_ARGUMENTS if hasattr(args, name)}
     arguments = {f"--{name.replace('_', '-')}": _text(value) for name, value in values.items()}

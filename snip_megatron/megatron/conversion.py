@@ -25,12 +25,9 @@ from snip_megatron.megatron.linears import (
 from snip_megatron.megatron.model_linears import BuiltLinear, ModelLinears, built_linears, gather_stages
 from snip_megatron.megatron.startup import say
 from snip_megatron.numerics.products.selection import resolve_gemm, select_backend
-from snip_megatron.precision import Format, LinearId, PrecisionMap
+from snip_megatron.precision import LinearId
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.precision.recipes import is_recipe_file, read_recipes
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.run_data import replayed_maps
-from snip_megatron.sensitivity.policies import FIXED, formats_of
 
 _CLASSES: dict[type, tuple[type, str]] = {
     ColumnParallelLinear: (SnipColumnParallelLinear, "column"),
@@ -55,8 +52,8 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     built = built_linears(model_chunks)
     stock = gather_stages(_stock(built))
     linears = ModelLinears.split(gather_stages({each.row: None for each in built}), stock)  # experts share a row
-    formats = formats_in_use(config)
-    # The selection is completed when its kernels are compiled: megatron/warmup.py.
+    formats = config.formats_in_use()
+    # The selection is completed when its kernels are compiled: runtime/warmup.py.
     selection = select_backend(config.gemm, formats, library=config.gemm_library, checks=False)
     use_te_recipe = config.gemm == "transformer_engine"
     context = StepContext(seed=config.seed, backend=selection.backend, use_te_recipe=use_te_recipe)
@@ -93,19 +90,7 @@ def linears_on_meta(args: argparse.Namespace, model_config: Any) -> ModelLinears
 def with_resolved_gemm(config: SnipConfig, args: argparse.Namespace) -> SnipConfig:
     """Return the configuration with the backend that ``--snip-gemm auto`` selects for this machine and this model."""
     te_linears = args.transformer_impl == "transformer_engine"
-    return replace(config, gemm=resolve_gemm(config.gemm, formats_in_use(config), te_linears=te_linears))
-
-
-def formats_in_use(config: SnipConfig) -> frozenset[Format]:
-    """Return the formats that GEMMs of the run may use."""
-    if config.policy in FIXED or not (config.replay or config.map):
-        return formats_of(config.policy, config.formats, config.pins)
-    if config.replay is not None:
-        return frozenset(fmt for each in replayed_maps(config.replay).values() for fmt in each.choices.values())
-    assert config.map is not None
-    if is_recipe_file(config.map):
-        return frozenset(fmt for _, fmt in read_recipes(config.map, "--snip-map")) | {Format.BF16}
-    return frozenset(PrecisionMap.load(config.map, "--snip-map").choices.values())
+    return replace(config, gemm=resolve_gemm(config.gemm, config.formats_in_use(), te_linears=te_linears))
 
 
 def _stock(built: Sequence[BuiltLinear]) -> dict[str, str]:

@@ -27,7 +27,6 @@ from snip_megatron.megatron.run_record import open_run_directory
 from snip_megatron.megatron.startup import say
 from snip_megatron.megatron.times import MeasuredTimes, check_measurable, timeline_of
 from snip_megatron.megatron.validate import cut_tiles
-from snip_megatron.megatron.warmup import WarmUp
 from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.numerics.products.transformer_engine import transformer_engine_gemms
 from snip_megatron.numerics.quantize.formats import TILE
@@ -45,6 +44,7 @@ from snip_megatron.runtime.host import Host, ProbeResult, Unmeasured
 from snip_megatron.runtime.probe import ProbeRunner
 from snip_megatron.runtime.rise import Rise
 from snip_megatron.runtime.state import ControllerState
+from snip_megatron.runtime.warmup import WarmUp
 from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from snip_megatron.numerics.products import BACKENDS, LIBRARIES
-from snip_megatron.precision import FOUR_BIT, GRANULARITIES, Format, candidates_fault
+from snip_megatron.precision import FOUR_BIT, GRANULARITIES, Format, PrecisionMap, candidates_fault
 from snip_megatron.precision.budget import MAX_LOSS, Budget
 from snip_megatron.precision.errors import SnipError, cut, did_you_mean
 from snip_megatron.precision.phases import Schedule
+from snip_megatron.precision.recipes import is_recipe_file, read_recipes
 from snip_megatron.runtime.options import (
     add_options,
     add_settings,
@@ -25,7 +26,8 @@ from snip_megatron.runtime.options import (
     parse_tolerance,
     setting,
 )
-from snip_megatron.sensitivity.policies import ESTIMATORS, LATE, POLICIES, Q_RULES, UNSOLVED, in_nats
+from snip_megatron.runtime.run_data import replayed_maps
+from snip_megatron.sensitivity.policies import ESTIMATORS, FIXED, LATE, POLICIES, Q_RULES, UNSOLVED, formats_of, in_nats
 from snip_megatron.sensitivity.request import BACKWARD_SHARE, STANDING_SHARE, SolveRequest
 from snip_megatron.timing.cost_model import CostModel
 
@@ -274,6 +276,17 @@ class SnipConfig:
         """Return whether an update starts before the 0-based ``step``."""
         since = step - self.first_update
         return self.updates and since >= 0 and since % self.update_interval == 0
+
+    def formats_in_use(self) -> frozenset[Format]:
+        """Return the formats that GEMMs of the run may use. Raises SnipError if a file of maps cannot be read."""
+        if self.policy in FIXED or not (self.replay or self.map):
+            return formats_of(self.policy, self.formats, self.pins)
+        if self.replay is not None:
+            return frozenset(fmt for each in replayed_maps(self.replay).values() for fmt in each.choices.values())
+        assert self.map is not None
+        if is_recipe_file(self.map):
+            return frozenset(fmt for _, fmt in read_recipes(self.map, "--snip-map")) | {Format.BF16}
+        return frozenset(PrecisionMap.load(self.map, "--snip-map").choices.values())
 
     def probed_microbatches(self, microbatches: int, group: int) -> int:
         """Return how many of a step's microbatches a probe runs on a rank. Some schedules run whole groups of them."""

@@ -26,10 +26,11 @@ from snip_megatron.runtime.exchange import (
     UpdateDroppedError,
 )
 from snip_megatron.runtime.guard import Alarm, Guard, GuardState
-from snip_megatron.runtime.host import Kernels, ProbeResult, Sink, Unmeasured
+from snip_megatron.runtime.host import ProbeResult, Sink, Unmeasured
 from snip_megatron.runtime.rise import Comparison, Rise, bound_of
 from snip_megatron.runtime.solving import Candidate
 from snip_megatron.runtime.state import ControllerState, Goal, Pending, ScheduleState, Timeline
+from snip_megatron.runtime.warmup import WarmUp
 from snip_megatron.sensitivity.policies import in_nats
 from snip_megatron.sensitivity.table import StatisticsTable
 
@@ -59,7 +60,7 @@ class Controller:
     clip_grad: float  # the host's limit of the gradient norm. 0 if gradients are not clipped
     restored: ControllerState | None = None  # the state of a checkpoint. None for a fresh run
     unquantised: float = 0.0  # FLOPs a token of the decoder's linears that no map covers, for all GEMMs together
-    kernels: Kernels | None = None  # the kernels that maps and updates need. None if they need none
+    kernels: WarmUp | None = None  # the kernels that maps and updates need. None if they need none
     timeline: Timeline | None = None  # the timeline of the run. None if its end is unknown
     # called for each map that is adopted, with those of a checkpoint and of phases. The first exception in it is
     # printed in one line, and training goes on

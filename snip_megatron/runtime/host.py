@@ -4,7 +4,6 @@ A :class:`Host` holds for the whole run, and a :class:`HostStep` for one trainin
 the controller, probes, kernels and loggers.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -160,25 +159,6 @@ class Unmeasured:
     fields: Mapping[str, Any] = field(default_factory=dict)  # fields of the event
     # sequences of a microbatch that the next update takes at most. None if as many as this one
     sequences: int | None = None
-
-
-class Kernels(Protocol):
-    """The kernels of a run, which are compiled beside the training."""
-
-    def begin(self) -> bool:
-        """Begin to compile what steps, updates and later maps run, and wait if a map in force needs it. Collective.
-
-        Returns whether all ranks have all kernels.
-        """
-
-    def finish(self, seconds: float = math.inf) -> bool:
-        """Wait for this rank's kernels for at most ``seconds``. Returns whether the compilation has ended."""
-
-    def complete(self) -> Mapping[str, float]:
-        """Begin to use the kernels, which all ranks have. Returns figures for the event, empty without kernels."""
-
-    def close(self) -> None:
-        """End the compilation."""
 
 
 class Sink(Protocol):

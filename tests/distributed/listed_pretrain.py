@@ -59,13 +59,13 @@ def install() -> None:
 
     from snip_megatron.layers.swiglu import SwiGLU
     from snip_megatron.megatron import conversion, linears
-    from snip_megatron.megatron.warmup import WarmUp
     from snip_megatron.numerics.products import hopper, selection
     from snip_megatron.numerics.quantize import operands, swiglu
     from snip_megatron.numerics.quantize.kernels import quantize
     from snip_megatron.numerics.quantize.kernels import swiglu as kernel_swiglu
     from snip_megatron.numerics.quantize.kernels.compiler import compile_for
     from snip_megatron.runtime import probe
+    from snip_megatron.runtime.warmup import WarmUp
     from snip_megatron.sensitivity import recorder, sums, update_error
 
     compile_for(GPUTarget("cuda", 90, 32))

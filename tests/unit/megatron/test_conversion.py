@@ -20,7 +20,6 @@ from torch_attention import TorchAttention
 
 from snip_megatron.megatron import convert_model
 from snip_megatron.megatron.compat.patches import token_prediction_repair
-from snip_megatron.megatron.conversion import formats_in_use
 from snip_megatron.megatron.host import segments_of
 from snip_megatron.megatron.linears import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.precision import Format, PrecisionMap
@@ -199,9 +198,9 @@ def test_formats_of_a_configuration(tmp_path: Path) -> None:
         SnipConfig(policy="nvidia"): {NVFP4, Format.NVFP4_HADAMARD, BF16},
     }
     for config, formats in expected.items():
-        assert formats_in_use(config) == formats
+        assert config.formats_in_use() == formats
     with RunDirectory(tmp_path / "run", {}, overwrite=False, resume_step=None) as run:
         for step, fmt in ((3, NVFP4), (7, BF16)):
             run.event(step, "adopt", version=step)
             run.write("maps", step, PrecisionMap(choices={"decoder.layers.0.mlp.linear_fc1": fmt}).to_json())
-    assert formats_in_use(SnipConfig(replay=str(tmp_path / "run"))) == {NVFP4, BF16}
+    assert SnipConfig(replay=str(tmp_path / "run")).formats_in_use() == {NVFP4, BF16}

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.warm_up import covering, warm_up_gemms, warm_up_linear
-from snip_megatron.megatron.conversion import formats_in_use
-from snip_megatron.megatron.startup import say
 from snip_megatron.numerics.products.check import wrong_numbers
 from snip_megatron.numerics.products.hopper import NATIVE
 from snip_megatron.numerics.products.selection import launch_from_cpp
@@ -29,6 +26,7 @@ from snip_megatron.precision import Format, Formats, Gemm, option_id
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.runtime.agreement import agree_about_deepgemm
 from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.exchange import is_true_on_any, objects_of_ranks, rank
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.run_data import replayed_maps
 from snip_megatron.sensitivity.recorder import warm_up_recording
@@ -45,7 +43,7 @@ _ROWS = 1024
 
 @dataclass
 class WarmUp:
-    """The kernels of this rank, as :class:`snip_megatron.runtime.host.Kernels`."""
+    """The kernels of this rank, which are compiled beside the training."""
 
     registry: LinearRegistry
     config: SnipConfig
@@ -61,7 +59,10 @@ class WarmUp:
         return self.registry.context.backend.name == "hopper" and self.registry.device is None
 
     def begin(self) -> bool:
-        """See :class:`Kernels`. On a device without kernels nothing is compiled."""
+        """Begin to compile what steps, updates and later maps run, and wait if a map in force needs it. Collective.
+
+        Returns whether all ranks have all kernels. On a device without kernels nothing is compiled.
+        """
         weight = next((handle.weight for handle in self.registry), None)
         if not torch.cuda.is_available() or not (weight is None or has_kernels(weight)):
             return True
@@ -71,25 +72,23 @@ class WarmUp:
 
         listed = self._listed()
         torch.cuda.empty_cache()
-        gathered: list[list[str | Source]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(gathered, listed)
-        kernels = {kernel for listed in gathered for kernel in listed}
-        rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        kernels = {kernel for of_rank in objects_of_ranks(listed) for kernel in of_rank}
+        place, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         processes = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // (2 * ranks)))  # training has the others
-        share, replays = sorted(kernels, key=repr)[rank::ranks], self._cpp_replay and rank == 0
+        share, replays = sorted(kernels, key=repr)[place::ranks], self._cpp_replay and place == 0
         self._compilation = Compilation(share, driver.active.get_current_target(), processes, replays=replays)
         if self.registry.context.map_is_quantized:
             if self._compilation.processes:
-                say(f"compiling {len(kernels)} kernels, for which the map in force waits ...")
+                _say(f"compiling {len(kernels)} kernels, for which the map in force waits ...")
             self._compilation.running(math.inf)
         device = torch.device("cuda", torch.cuda.current_device())
-        running = torch.tensor(float(self._compilation.running()), device=device)
-        dist.all_reduce(running)
-        if float(running):
-            say(f"compiling {len(kernels)} kernels beside the training; the next map waits for them")
-        return not float(running)
+        running = is_true_on_any(self._compilation.running(), device)
+        if running:
+            _say(f"compiling {len(kernels)} kernels beside the training; the next map waits for them")
+        return not running
 
     def finish(self, seconds: float = math.inf) -> bool:
+        """Wait for this rank's kernels for at most ``seconds``. Returns whether the compilation has ended."""
         if self._compilation is None:
             return True
         ended = not self._compilation.running(seconds)
@@ -98,22 +97,23 @@ class WarmUp:
         return ended
 
     def complete(self) -> Mapping[str, float]:
-        """See :class:`Kernels`. From now on, C++ launches the kernels of linears outside of CUDA graphs."""
+        """Begin to use the kernels, which all ranks have. Returns figures for the event, empty without kernels.
+
+        From now on, C++ launches the kernels of linears outside of CUDA graphs.
+        """
         compilation = self._compilation
         if compilation is None:
             return {}
         self._check()
         agree_about_deepgemm(self.registry.context.backend)
         if compilation.remaining:
-            lost = f"{compilation.remaining} of {compilation.kernels} kernels of rank {dist.get_rank()}"
-            print(
-                f"snip: processes that compile kernels died or hung: {lost} are compiled at their first launch",
-                flush=True,
-            )
+            lost = f"{compilation.remaining} of {compilation.kernels} kernels of rank {rank()}"
+            line = f"processes that compile kernels died or hung: {lost} are compiled at their first launch"
+            print(f"snip: {line}", flush=True)
         if compilation.seconds:
-            say(f"{compilation.kernels} kernels are compiled after {compilation.seconds:.0f} s")
+            _say(f"{compilation.kernels} kernels are compiled after {compilation.seconds:.0f} s")
         if self._cpp_replay:
-            say(launch_from_cpp(self.registry.context.backend, self._replayed_formats))
+            _say(launch_from_cpp(self.registry.context.backend, self._replayed_formats))
         return {name: getattr(compilation, name) for name in ("kernels", "compiled", "processes")}
 
     def _check(self) -> None:
@@ -125,9 +125,10 @@ class WarmUp:
         fault = check("cuda", formats, sorted(sizes)) if formats and not self._checked else None
         self._checked = True
         if fault is not None:
-            print(f"snip: rank {dist.get_rank()}: {fault}", flush=True)
+            print(f"snip: rank {rank()}: {fault}", flush=True)
 
     def close(self) -> None:
+        """End the compilation."""
         if self._compilation is not None:
             self._compilation.close()
 
@@ -149,7 +150,7 @@ class WarmUp:
 
     @property
     def _formats_in_use(self) -> frozenset[Format]:
-        return formats_in_use(self.config) - {Format.BF16}
+        return self.config.formats_in_use() - {Format.BF16}
 
     @property
     def _replayed_formats(self) -> list[Format]:
@@ -194,3 +195,8 @@ class WarmUp:
                 formats |= dict.fromkeys(covering((fprop, dgrad, wgrad), alike=alike))
         for handle, formats in kinds.values():
             yield handle, list(formats)
+
+
+def _say(line: str) -> None:
+    if rank() == 0:
+        print(f"snip: {line}", flush=True)
