@@ -21,15 +21,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import snip_megatron
 from snip_megatron.precision.errors import AgreedError, SnipError, cut, first_line, installed_version
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.options import flag
-
-if TYPE_CHECKING:
-    from snip_megatron.numerics.products.backend import GemmBackend
 
 EXIT_DISAGREEMENT = 19
 """Exit code of all ranks if their configurations differ. 18 stands for different maps, 16 and 17 are Megatron's."""
@@ -367,19 +364,3 @@ def on_rank_zero[T](make: Callable[[], T]) -> T | None:
     if shared[0] is not None:
         raise AgreedError(shared[0][0], exit_code=shared[0][1], printed=False)
     return result
-
-
-def agree_about_deepgemm(backend: GemmBackend) -> None:
-    """Disable DeepGEMM on all ranks if its check has disabled it on one. Collective of the default process group."""
-    import torch.distributed as dist
-
-    libraries: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(libraries, (backend.products, socket.gethostname()))
-    disabled = [rank for rank, (library, _) in enumerate(libraries) if library != "DeepGEMM"]
-    if not disabled or len(disabled) == len(libraries):
-        return
-    backend.disable_deepgemm()
-    if dist.get_rank() == 0:
-        rank = disabled[0]
-        line = f"DeepGEMM is switched off on all ranks, because its check failed on rank {rank} ({libraries[rank][1]})"
-        print(f"snip: {line}", flush=True)

@@ -24,6 +24,7 @@ from snip_megatron.runtime.exchange import (
     StepReport,
     Transaction,
     UpdateDroppedError,
+    is_true_on_any,
 )
 from snip_megatron.runtime.guard import Alarm, Guard, GuardState
 from snip_megatron.runtime.host import ProbeResult, Sink, Unmeasured
@@ -208,7 +209,7 @@ class Controller:
         """Return whether all ranks have their kernels. ``--snip-wait`` waits for them as for maps. Collective."""
         if not self._kernels_ready and self.kernels is not None and self.config.wait:
             started = time.perf_counter()
-            if self._channel.true_on_all_ranks(self.kernels.finish(self.config.wait)):
+            if not is_true_on_any(not self.kernels.finish(self.config.wait), self.device):
                 self._use_kernels(self._next_step, started)
         return self._kernels_ready
 

@@ -85,10 +85,6 @@ class MapChannel:
                 return received
         raise MapMismatchError(f"ranks disagree about the precision map after {_ATTEMPTS} broadcasts")
 
-    def true_on_all_ranks(self, condition: bool) -> bool:
-        """Return whether ``condition`` is true on all ranks."""
-        return not is_true_on_any(not condition, self.device)
-
     def _broadcast(self, message: bytes) -> bytes:
         size = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
         dist.broadcast(size, src=0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,13 +19,13 @@ import torch
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.warm_up import covering, warm_up_gemms, warm_up_linear
+from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.numerics.products.check import wrong_numbers
 from snip_megatron.numerics.products.hopper import NATIVE
 from snip_megatron.numerics.products.selection import launch_from_cpp
 from snip_megatron.numerics.quantize.kernels import has_kernels
 from snip_megatron.precision import Format, Formats, Gemm, option_id
 from snip_megatron.precision.linears import pinned_formats
-from snip_megatron.runtime.agreement import agree_about_deepgemm
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import is_true_on_any, objects_of_ranks, rank
 from snip_megatron.runtime.host import Host
@@ -195,6 +196,16 @@ class WarmUp:
                 formats |= dict.fromkeys(covering((fprop, dgrad, wgrad), alike=alike))
         for handle, formats in kinds.values():
             yield handle, list(formats)
+
+
+def agree_about_deepgemm(backend: GemmBackend) -> None:
+    """Disable DeepGEMM on all ranks if its check has disabled it on one. Collective."""
+    libraries = objects_of_ranks((backend.products, socket.gethostname()))
+    disabled = [rank for rank, (library, _) in enumerate(libraries) if library != "DeepGEMM"]
+    if disabled and len(disabled) < len(libraries):
+        backend.disable_deepgemm()
+        where = f"rank {disabled[0]} ({libraries[disabled[0]][1]})"
+        _say(f"DeepGEMM is switched off on all ranks, because its check failed on {where}")
 
 
 def _say(line: str) -> None:

@@ -20,7 +20,7 @@ from snip_megatron.numerics.products.hopper import HopperBackend
 from snip_megatron.numerics.quantize import operands
 from snip_megatron.plain import convert
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.agreement import agree_about_deepgemm
+from snip_megatron.runtime.warmup import agree_about_deepgemm
 
 Wrap = Callable[[Any], Any]
 
