@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,40 +35,10 @@ def blame_page(blame: Blame) -> str:
         reason=blame.reason if "." in blame.reason.partition(" ")[0] else blame.reason[:1].upper() + blame.reason[1:],
         title=f"Step {blame.step}: {_TITLES.get(blame.verdict, 'not precision').lower()}",
         verdict=_TITLES.get(blame.verdict, "Not precision"),
-        passes=[row for name in PASSES if name in blame.passes for row in [_pass_row(blame, name)]],
+        passes=[(_PASSES[name], blame.passes[name]) for name in PASSES if name in blame.passes],
         grid=_grid(blame),
-        bug=_bug_rows(blame),
         thresholds=blame.thresholds or {},
     )
-
-
-def _pass_row(blame: Blame, name: str) -> tuple[str, str, str, str]:
-    """Return name, loss, rise over bf16 and whether all numbers are finite."""
-    figures, plain = blame.passes[name], blame.passes.get("bf16")
-    loss = "not finite" if figures.loss is None else f"{figures.loss:.5f}"
-    rise = ""
-    if name != "bf16" and figures.loss is not None and plain is not None and plain.loss is not None:
-        rise = f"{figures.loss - plain.loss:+.2e}"
-    return _PASSES[name], loss, rise, "yes" if figures.finite else "no"
-
-
-def _bug_rows(blame: Blame) -> list[tuple[str, str]]:
-    bug = blame.bug
-    if bug is None:
-        return []
-    rows: Mapping[str, Any] = {
-        "linear": bug.linear,
-        "GEMM": bug.gemm,
-        "expert": bug.expert,
-        "kind": bug.kind.replace("_", " "),
-        "rank": f"{bug.rank} on {bug.host}",
-        "library": bug.library,
-        "shape": " × ".join(map(str, bug.shape)),
-        "where": bug.where,
-        "signal to noise": f"{bug.sqnr:.1f} dB; a correct result has at least {bug.bound:.0f} dB",
-        "inputs": bug.inputs,
-    }
-    return [(name, str(value)) for name, value in rows.items() if value not in (None, "")]
 
 
 # -- the model as a grid -----------------------------------------------------------------------------------------------
