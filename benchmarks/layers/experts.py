@@ -23,8 +23,8 @@ once for four microbatches. Milliseconds of a microbatch, medians of interleaved
 ``products`` has the milliseconds of each bf16 product by library, the addition to FP32 gradients included. ``errors``
 has the relative errors of Y, ∂L/∂X and the weights' gradients to products of FP32 matrices, ``host`` the milliseconds
 that a microbatch takes the launching thread, ``saved`` the bytes of X of both linears that are saved for the backward.
-``graphs`` has the milliseconds as a CUDA graph of the contenders whose host knows no number of rows. A rival that fails
-is in ``failed`` with its error.
+``graphs`` has the milliseconds as a CUDA graph of the contenders whose host knows no number of rows (``--graphs``). A
+rival that fails is in ``failed`` with its error.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ from benchmarks.layers.experts_steps import (
     Problem,
     libraries,
     library_step,
+    rival_steps,
     snip_step,
     swiglu,
-    te_steps,
-    torchao_steps,
 )
 from snip_megatron.layers.grouped import grouped_products
 from snip_megatron.layers.swiglu import may_fuse_experts
@@ -187,12 +186,18 @@ def replays(calls: Mapping[str, Callable[[], object]]) -> dict[str, Callable[[],
     """Return the replay of the CUDA graph of each call that a graph can hold."""
     by_name: dict[str, Callable[[], object]] = {}
     for name, call in calls.items():
+        gc.collect()  # nodes of an earlier step's autograd graph belong to the stream that made them
+        with torch.cuda.stream(torch.cuda.Stream()):
+            call()
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
                 call()
         except RuntimeError as error:
             print(f"{name}: no CUDA graph: {' '.join(str(error).split())[:300]}")
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]  # a failed capture leaves it in one
+            generator.graphsafe_set_state(torch.Generator("cuda").graphsafe_get_state())
             continue
         by_name[name] = graph.replay
     return by_name
@@ -211,9 +216,19 @@ def milliseconds(calls: Mapping[str, Callable[[], object]], rounds: int, device:
 
 
 def measure(
-    shape: tuple[int, int, int, int], rounds: int, device: str, *, ragged: bool = False, library: str = "auto"
+    shape: tuple[int, int, int, int],
+    rounds: int,
+    device: str,
+    *,
+    contenders: tuple[str, ...] = ("",),
+    graphed: bool = False,
+    ragged: bool = False,
+    library: str = "auto",
 ) -> dict[str, Any]:
-    """Return contender → milliseconds of a microbatch, their errors, and the map of ``snip``."""
+    """Return contender → milliseconds of a microbatch, their errors, and the map of ``snip``.
+
+    Those take part whose name begins with one of ``contenders``. The ``graphed`` run as CUDA graphs as well.
+    """
     problem = Problem(shape, device, ragged=ragged, library=library)
     chosen, predicted = solved(problem, device)
     calls = {name: snip_step(problem, formats) for name, formats in (UNIFORM | {"snip": chosen}).items()}
@@ -225,9 +240,10 @@ def measure(
         calls["snip_bf16"] = snip_step(problem, BF16)
         of_libraries = products(problem, rounds, device)
         calls |= {f"bf16_{name}": library_step(problem, each) for name, each in libraries(problem, device).items()}
-        rivals = te_steps(problem) | torchao_steps(problem) if device == "cuda" else {}
+        rivals = rival_steps(problem, contenders) if device == "cuda" else {}
         failed = {name: error for name, call in rivals.items() if (error := refused(problem, call)) is not None}
         calls |= {name: call for name, call in rivals.items() if name not in failed}
+    calls = {name: call for name, call in calls.items() if name.startswith(contenders)}
     expected = exact(problem)
     wrong = {name: errors(problem, call, expected) for name, call in calls.items()}
     predicted += of_swiglu(problem, chosen, rounds, device)
@@ -237,6 +253,7 @@ def measure(
     host, graphs = {}, {}
     if device == "cuda":
         host = {name: round(host_milliseconds(call) / MICROBATCHES, 3) for name, call in calls.items()}
+    if graphed:
         on_device = {name: call for name, call in calls.items() if name.startswith(ON_DEVICE)}
         replayed = milliseconds(replays(on_device), rounds, device)
         graphs = {name: round(ms / MICROBATCHES, 3) for name, ms in replayed.items()}
@@ -260,6 +277,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--contenders", nargs="*", default=[""], help="beginnings of their names (default: all)")
+    parser.add_argument("--graphs", action="store_true", help="run them as CUDA graphs, too, where a graph holds them")
     parser.add_argument("--ragged", action="store_true", help="rows that are no multiples of 128")
     parser.add_argument("--library", default="auto", help="--snip-settings gemm_library; cublas: without DeepGEMM")
     parser.add_argument("--cpu", action="store_true", help="the reference at a tiny size, which any machine runs")
@@ -274,11 +293,14 @@ def main() -> None:
     result |= {key: {} for key in KEYS}
     for name, shape in shapes.items():
         with torch.autograd.set_multithreading_enabled(False):  # as in a training under SNIP
-            found_of_shape = measure(shape, args.rounds, device, ragged=args.ragged, library=args.library)
+            found_of_shape = measure(
+                shape, args.rounds, device, contenders=tuple(args.contenders), graphed=args.graphs,
+                ragged=args.ragged, library=args.library,
+            )  # fmt: skip
         for key, row in found_of_shape.items():
             result[key][name] = row
         times = result["mlp"][name]
-        base = times.get("bf16", times["snip"])
+        base = times.get("bf16", next(iter(times.values())))
         print(name, {contender: f"{ms:.2f} ms, {base / ms:.2f} x bf16" for contender, ms in times.items()})
         print(f"  host {result['host'][name]}, graphs {result['graphs'][name]}, saved {result['saved'][name]}")
         print(f"  failed {result['failed'][name]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -230,23 +231,30 @@ def library_step(problem: Problem, library: TorchLibrary) -> Callable[[], Tensor
     return step
 
 
-def te_steps(problem: Problem) -> dict[str, Callable[[], Tensor]]:
-    """Return Transformer Engine's steps by name; none if it is not installed."""
+def rival_steps(problem: Problem, prefixes: tuple[str, ...]) -> dict[str, Callable[[], Tensor]]:
+    """Return the steps of Transformer Engine and torchao whose names begin with one of ``prefixes``."""
+    makers = _te_makers(problem) | {"torchao_block": partial(_torchao_step, problem)}
+    steps = {name: maker() for name, maker in makers.items() if name.startswith(prefixes)}
+    return {name: step for name, step in steps.items() if step is not None}
+
+
+def _te_makers(problem: Problem) -> dict[str, Callable[[], Callable[[], Tensor] | None]]:
+    """Return what makes Transformer Engine's steps by name; nothing if it is not installed."""
     try:
         from transformer_engine.common import recipe
     except ImportError:
         return {}
     recipes = {"bf16": None, "current": recipe.Float8CurrentScaling(), "block": recipe.Float8BlockScaling()}
-    steps = {f"te_{name}": _te_step(problem, problem.splits, each) for name, each in recipes.items()}
-    steps["te_cutlass_bf16"] = _by_cutlass(_te_step(problem, problem.splits, None))
-    counts = torch.tensor(problem.splits, device="cuda")
+    by_expert = partial(_te_step, problem, problem.splits)
+    makers = {f"te_{name}": partial(by_expert, each) for name, each in recipes.items()}
+    makers["te_cutlass_bf16"] = lambda: _by_cutlass(by_expert(None))
+    on_device = partial(_te_step, problem, torch.tensor(problem.splits, device="cuda"))
     os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"  # without it there is no single weight
     for name, each in recipes.items():
         if _takes_counts_on_device(each):
-            at_once = {"use_grouped_tensor": True}
-            steps[f"te_grouped_{name}"] = _te_step(problem, counts, each, at_once)
-            steps[f"te_single_{name}"] = _te_step(problem, counts, each, at_once | {"single_grouped_weight": True})
-    return steps
+            makers[f"te_grouped_{name}"] = partial(on_device, each, use_grouped_tensor=True)
+            makers[f"te_single_{name}"] = partial(on_device, each, use_grouped_tensor=True, single_grouped_weight=True)
+    return makers
 
 
 def _takes_counts_on_device(recipe: Any) -> bool:
@@ -259,7 +267,7 @@ def _takes_counts_on_device(recipe: Any) -> bool:
     return supported
 
 
-def _te_linear(linear: Experts, options: dict[str, bool]) -> Any:
+def _te_linear(linear: Experts, **options: bool) -> Any:
     """Return Transformer Engine's linear of all experts with the weights and gradients of ``linear``."""
     import transformer_engine.pytorch as te
 
@@ -280,13 +288,11 @@ def _te_linear(linear: Experts, options: dict[str, bool]) -> Any:
     return module
 
 
-def _te_step(
-    problem: Problem, splits: Sequence[int] | Tensor, recipe: Any, options: dict[str, bool] | None = None
-) -> Callable[[], Tensor]:
+def _te_step(problem: Problem, splits: Sequence[int] | Tensor, recipe: Any, **options: bool) -> Callable[[], Tensor]:
     """Return the step of two linears of Transformer Engine under a recipe; None is bf16."""
     import transformer_engine.pytorch as te
 
-    fc1, fc2 = (_te_linear(linear, options or {}) for linear in (problem.fc1, problem.fc2))
+    fc1, fc2 = (_te_linear(linear, **options) for linear in (problem.fc1, problem.fc2))
 
     def step() -> Tensor:
         for microbatch in range(problem.microbatches):
@@ -313,8 +319,8 @@ def _by_cutlass(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return by_cutlass
 
 
-def torchao_steps(problem: Problem) -> dict[str, Callable[[], Tensor]]:
-    """Return torchao's step by DeepGEMM in tiles; none if either is not installed.
+def _torchao_step(problem: Problem) -> Callable[[], Tensor] | None:
+    """Return torchao's step by DeepGEMM in tiles. None if either is not installed.
 
     It quantises weights in every forward and backward, and its wgrad is bf16, and then added.
     """
@@ -322,7 +328,7 @@ def torchao_steps(problem: Problem) -> dict[str, Callable[[], Tensor]]:
         import deep_gemm  # noqa: F401
         from torchao.prototype.moe_training.blockwise_fp8 import grouped_mm
     except (ImportError, OSError):
-        return {}
+        return None
     product: Any = grouped_mm._to_fp8_blockwise_then_scaled_grouped_mm
     ends = torch.tensor(problem.splits, device="cuda").cumsum(0).int()
     linears = problem.fc1, problem.fc2
@@ -340,4 +346,4 @@ def torchao_steps(problem: Problem) -> dict[str, Callable[[], Tensor]]:
                 weight.grad = None
         return y  # type: ignore[no-any-return]
 
-    return {"torchao_block": step}
+    return step
