@@ -35,8 +35,8 @@ def snip_alone(
 
 def refused(*arguments: object, code: int = 2) -> str:
     """Return the one line with which a command refuses its arguments, after its name."""
-    done = snip(*arguments)
-    assert (done.returncode, done.stdout) == (code, ""), done.stderr
-    (line,) = done.stderr.splitlines()
+    process = snip(*arguments)
+    assert (process.returncode, process.stdout) == (code, ""), process.stderr
+    (line,) = process.stderr.splitlines()
     assert line.startswith("snip")
     return line.removeprefix(f"snip {arguments[0]}: ")

@@ -22,13 +22,13 @@ def version(package: str) -> str | None:
 
 def outcomes(report: Path) -> dict[str, str]:
     """Return what became of each test of a run of pytest, from its report in JUnit's format."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         name = f"{case.get('classname')}::{case.get('name')}"
         kinds = {child.tag for child in case}
-        if found.get(name) != "failed":  # a test whose teardown ends in an error is there twice
-            found[name] = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-    return found
+        if result.get(name) != "failed":  # a test whose teardown ends in an error is there twice
+            result[name] = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+    return result
 
 
 def record(reports: list[Path], arguments: list[str]) -> dict[str, object]:

@@ -107,12 +107,12 @@ def report() -> dict[str, Any]:
     """Only the last rank sees a loss, as the last pipeline stage does; one step nobody does."""
     figures = StepReport(CPU)
     last = dist.get_rank() == dist.get_world_size() - 1
-    seen: list[StepFigures | None] = []
+    calls: list[StepFigures | None] = []
     for step, loss in enumerate((2.5, 2.25, None, 2.0)):
         value = torch.tensor([loss]) if last and loss is not None else None
-        seen.append(figures.exchange(step, value, float("nan") if step == 1 else 1.0 + step))
-    seen += [figures.drain(), figures.drain()]
-    return {"figures": [None if f is None else [f.step, f.loss, f.grad_norm] for f in seen]}
+        calls.append(figures.exchange(step, value, float("nan") if step == 1 else 1.0 + step))
+    calls += [figures.drain(), figures.drain()]
+    return {"figures": [None if f is None else [f.step, f.loss, f.grad_norm] for f in calls]}
 
 
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -129,7 +129,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def main() -> None:
     dist.init_process_group("gloo")
-    found = {name: SCENARIOS[name]() for name in sys.argv[1:]}
-    (Path(os.environ["OUT"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    result = {name: SCENARIOS[name]() for name in sys.argv[1:]}
+    (Path(os.environ["OUT"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()

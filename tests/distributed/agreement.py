@@ -66,29 +66,29 @@ def worst_differences(
         ``ragged``: the worst relative difference of ragged entries. ``same_rows``: whether the tables describe the same
         linears and tokens.
     """
-    found: dict[str, Any] = {"value": 0.0, "column": "", "close": 0.0, "flips": 0.0, "touched": 0.0, "ragged": 0.0}
+    result: dict[str, Any] = {"value": 0.0, "column": "", "close": 0.0, "flips": 0.0, "touched": 0.0, "ragged": 0.0}
     kinds = np.array([row.id.path for row in expected.linears])
     experts = np.array([row.experts > 1 for row in expected.linears])
     minuends = differences_of_passes(expected)
     for name, array in expected.arrays.items():
         distance = apart(array, actual.arrays[name])
         if ragged and name.endswith(ragged) and experts.any():
-            found["ragged"] = max(found["ragged"], float(distance[experts].max()))
+            result["ragged"] = max(result["ragged"], float(distance[experts].max()))
             distance[experts] = 0.0
         if name in minuends:
             ratio = np.sqrt(minuends[name] / np.where(array > 0, array, np.inf))
             limits = STATISTICS_LIMIT + 2 * ULPS * UNIT * ratio
-            found["close"] = max(found["close"], float((distance / limits).max()))
+            result["close"] = max(result["close"], float((distance / limits).max()))
         elif name in FLIPPED_TOKENS:
             limit = FLIPPED_TOKENS[name] / expected.tokens
-            found["flips"] = max(found["flips"], float(distance.max()) / limit)
+            result["flips"] = max(result["flips"], float(distance.max()) / limit)
             beyond = [float((distance[kinds == kind] > STATISTICS_LIMIT).mean()) for kind in set(kinds)]
-            found["touched"] = max(found["touched"], *beyond)
-        elif float(distance.max()) > found["value"]:
-            found["value"], found["column"] = float(distance.max()), name
+            result["touched"] = max(result["touched"], *beyond)
+        elif float(distance.max()) > result["value"]:
+            result["value"], result["column"] = float(distance.max()), name
     shapes = [[(r.name, r.n, r.k) for r in table.linears] for table in (expected, actual)]
     same = shapes[0] == shapes[1] and (expected.sinks, expected.tokens) == (actual.sinks, actual.tokens)
-    return found | {"same_rows": same and expected.tokens_per_step == actual.tokens_per_step}
+    return result | {"same_rows": same and expected.tokens_per_step == actual.tokens_per_step}
 
 
 def agree(found: dict[str, Any]) -> bool:

@@ -217,8 +217,8 @@ def replicas() -> None:
     def around_step_and_write(self: SnipRun, train_step: Any, call: Any) -> Any:
         result = around_step(self, train_step, call)
         parameters = call.model[0].named_parameters()
-        found = {name: p.main_grad for name, p in parameters if not getattr(p, "tensor_model_parallel", False)}
-        torch.save(found, Path(os.environ["REPLICAS"]) / f"rank{dist.get_rank()}.pt")
+        actual = {name: p.main_grad for name, p in parameters if not getattr(p, "tensor_model_parallel", False)}
+        torch.save(actual, Path(os.environ["REPLICAS"]) / f"rank{dist.get_rank()}.pt")
         return result
 
     SnipRun.around_step = around_step_and_write  # type: ignore[method-assign]
@@ -492,7 +492,7 @@ def summed() -> None:
 
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    found = []
+    result = []
     for length, dtype in SUMMED:
         generator = torch.Generator().manual_seed(100 * rank + length)
         whole = (torch.randn(ranks * length, generator=generator) * 1e-4).to(dtype)
@@ -500,8 +500,8 @@ def summed() -> None:
             whole[130] = torch.nan  # in the second tile of rank 0's part
         before, shard = whole.clone(), whole.view(ranks, length)[rank]
         start_gradient_reduction(shard, whole, None)()  # into the part itself, as Megatron has it
-        found.append((before, whole.view(ranks, length)[rank].clone()))
-    torch.save(found, Path(os.environ["OUT"]) / f"rank{rank}.pt")
+        result.append((before, whole.view(ranks, length)[rank].clone()))
+    torch.save(result, Path(os.environ["OUT"]) / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -186,9 +186,9 @@ def raced(registry: LinearRegistry, model: Any) -> Any:
 
 @contextmanager
 def _changed(name: str, model: Any, change: Callable[[torch.Tensor], Any]) -> Changed:
-    found = [parameter.data for each, parameter in _named(model) if each == name]
-    with restored(found):
-        for parameter in found if last_rank() else ():
+    result = [parameter.data for each, parameter in _named(model) if each == name]
+    with restored(result):
+        for parameter in result if last_rank() else ():
             change(parameter)
         yield
 

@@ -126,8 +126,8 @@ def succeeded(process: subprocess.CompletedProcess[str]) -> subprocess.Completed
 
 def losses(process: subprocess.CompletedProcess[str]) -> dict[int, float]:
     """Step (from 1) -> printed training loss. The second one after a start is the mean of two (Megatron's log)."""
-    found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", process.stdout)
-    return {int(step): float(loss) for step, loss in found}
+    result = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", process.stdout)
+    return {int(step): float(loss) for step, loss in result}
 
 
 def error_lines(process: subprocess.CompletedProcess[str]) -> list[str]:

@@ -253,8 +253,8 @@ class LayoutRuns:
         assert actual.adopted[0][1] > 0  # a map that changes formats
         assert [step for step, _, _ in actual.figures] == [step for step, _, _ in expected.figures]
         assert sum(step >= model.at for step, _, _ in actual.figures) == self._steps
-        for (step, loss, _), (_, found, _) in zip(expected.figures, actual.figures, strict=True):
-            assert abs(found - loss) <= LOSS_LIMIT * loss, step
+        for (step, loss, _), (_, result, _) in zip(expected.figures, actual.figures, strict=True):
+            assert abs(result - loss) <= LOSS_LIMIT * loss, step
         if layout.bitwise is not None:
             assert actual.figures == expected.figures
             for column, array in expected.table.arrays.items():

@@ -217,8 +217,8 @@ class ResumeRuns:
         run = self._folder / f"{name}-entered" / "run"
         loading = ("--load", str(saved), "--snip-dir", str(run))
         args = tiny_llama_args(*case.arguments.split(), *loading, iters=case.steps)
-        done = self._warm.succeed(case.ranks, args, tmp=run.parent, timeout=600)
-        assert done.stdout.count("holds no SNIP state") == 1
+        process = self._warm.succeed(case.ranks, args, tmp=run.parent, timeout=600)
+        assert process.stdout.count("holds no SNIP state") == 1
         adopted, expected = (
             [e["step"] for e in read_events(each) if e["event"] == "adopt"] for each in (run, self.whole(name))
         )

@@ -19,8 +19,8 @@ def verdicts(warm: WarmRanks, tmp: Path, ranks: int, cases: str, *layout: str) -
     """Return the verdict of each case, all in one start."""
     (tmp / "map.yaml").write_text("configs: {}\nmatchers: {}\n")  # every case brings a map
     args = tiny_llama_args("--bf16", "--snip", "--snip-map", "map.yaml", "--snip-blame", "1", *layout, iters=3)
-    done = warm.succeed(ranks, args, module="blamed_pretrain", env={"CASES": cases}, tmp=tmp)
-    assert "Traceback" not in done.stderr
+    process = warm.succeed(ranks, args, module="blamed_pretrain", env={"CASES": cases}, tmp=tmp)
+    assert "Traceback" not in process.stderr
     return {case: json.loads((tmp / f"{case}.json").read_text()) for case in cases.split(",")}
 
 
@@ -28,26 +28,26 @@ def test_faults_of_tensor_parallel_ranks(warm: WarmRanks, tmp_path: Path) -> Non
     cases = "hurried,cut,part,healthy,narrow,outlier,rows,stale,lost,lost_gradient,raced,late,unequal,again"
     cases += ",stock_healthy,stock_rows,stock_lost,stock_lost_gradient"
     layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer"]
-    found = verdicts(warm, tmp_path, 2, cases, *layout)
-    assert {case: each["verdict"] for case, each in found.items()} == {
+    result = verdicts(warm, tmp_path, 2, cases, *layout)
+    assert {case: each["verdict"] for case, each in result.items()} == {
         **dict.fromkeys(("healthy", "again", "stock_healthy"), "not_precision"),
         **dict.fromkeys(("narrow", "outlier", "cut", "part"), "rounding"),
         "hurried": "unfinished",
         **dict.fromkeys(("rows", "stale", "lost", "lost_gradient", "raced", "late", "unequal"), "bug"),
         **dict.fromkeys(("stock_rows", "stock_lost", "stock_lost_gradient"), "bug"),
     }
-    assert {**found["healthy"], "seconds": 0} == {**found["again"], "seconds": 0}
+    assert {**result["healthy"], "seconds": 0} == {**result["again"], "seconds": 0}
     for case in ("narrow", "outlier"):
-        assert found[case]["culprits"][0]["linear"] == LINEAR
-        assert found[case]["culprits"][0]["confirmed"]
-    assert {each["shard"] for each in found["narrow"]["culprits"]} == {None}
-    worst = found["part"]["culprits"][0]
+        assert result[case]["culprits"][0]["linear"] == LINEAR
+        assert result[case]["culprits"][0]["confirmed"]
+    assert {each["shard"] for each in result["narrow"]["culprits"]} == {None}
+    worst = result["part"]["culprits"][0]
     assert (worst["linear"], worst["shard"]) == (LINEAR, 1)
-    assert found["hurried"]["passes"].keys() == {"kernels"}, "one rank has no time, so that none goes on"
-    assert "time of" in found["hurried"]["reason"]
-    assert {each["linear"] for each in found["cut"]["culprits"] if each["confirmed"]} <= {LINEAR}
-    assert found["healthy"]["microbatches"] == found["healthy"]["step_microbatches"] > 0
-    bugs = {case: each["bug"] for case, each in found.items() if each["bug"]}
+    assert result["hurried"]["passes"].keys() == {"kernels"}, "one rank has no time, so that none goes on"
+    assert "time of" in result["hurried"]["reason"]
+    assert {each["linear"] for each in result["cut"]["culprits"] if each["confirmed"]} <= {LINEAR}
+    assert result["healthy"]["microbatches"] == result["healthy"]["step_microbatches"] > 0
+    bugs = {case: each["bug"] for case, each in result.items() if each["bug"]}
     assert {case: (bug["kind"], bug["linear"], bug["rank"]) for case, bug in bugs.items()} == {
         "rows": ("gemm", "decoder.layers.3.mlp.linear_fc2", 1),
         "stale": ("gemm", LINEAR, 0),
@@ -70,10 +70,10 @@ def test_faults_of_tensor_parallel_ranks(warm: WarmRanks, tmp_path: Path) -> Non
 
 def test_faults_of_virtual_pipelines(warm: WarmRanks, tmp_path: Path) -> None:
     layout = shlex.split("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1")
-    found = verdicts(warm, tmp_path, 2, "healthy,narrow,rows,late", *layout)
-    assert found["healthy"]["verdict"] == "not_precision"
-    assert found["narrow"]["culprits"][0]["linear"] == LINEAR
-    bugs = {case: each["bug"] for case, each in found.items() if each["bug"]}
+    result = verdicts(warm, tmp_path, 2, "healthy,narrow,rows,late", *layout)
+    assert result["healthy"]["verdict"] == "not_precision"
+    assert result["narrow"]["culprits"][0]["linear"] == LINEAR
+    bugs = {case: each["bug"] for case, each in result.items() if each["bug"]}
     assert {case: (bug["kind"], bug["linear"], bug["rank"]) for case, bug in bugs.items()} == {
         "rows": ("gemm", "decoder.layers.3.mlp.linear_fc2", 1),
         "late": ("parameter", LINEAR, 1),
@@ -81,10 +81,10 @@ def test_faults_of_virtual_pipelines(warm: WarmRanks, tmp_path: Path) -> None:
 
 
 def test_rows_of_experts(warm: WarmRanks, tmp_path: Path) -> None:
-    found = verdicts(warm, tmp_path, 2, "healthy,part,offset", *EXPERTS, "--micro-batch-size", "1")
-    assert found["healthy"]["verdict"] == "not_precision"
-    worst = found["part"]["culprits"][0]
+    result = verdicts(warm, tmp_path, 2, "healthy,part,offset", *EXPERTS, "--micro-batch-size", "1")
+    assert result["healthy"]["verdict"] == "not_precision"
+    worst = result["part"]["culprits"][0]
     assert (worst["linear"], worst["expert"]) == ("decoder.layers.1.mlp.experts.linear_fc1", 2)
-    assert found["offset"]["bug"]["kind"] == "experts"
-    assert (found["offset"]["bug"]["linear"], found["offset"]["bug"]["rank"]) == ("decoder.layers.1.mlp.experts", 1)
-    assert found["offset"]["bug"]["expert"] == 2
+    assert result["offset"]["bug"]["kind"] == "experts"
+    assert (result["offset"]["bug"]["linear"], result["offset"]["bug"]["rank"]) == ("decoder.layers.1.mlp.experts", 1)
+    assert result["offset"]["bug"]["expert"] == 2

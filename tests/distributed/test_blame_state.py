@@ -38,7 +38,7 @@ def test_a_fault_of_one_rank_is_found_there(
     arguments += ["--snip", "--snip-dir", str(tmp_path / "run"), "--snip-blame", "4", "--override-opt-param-scheduler"]
     env = {"PLANT": plant, "LINEAR": linear}
     warm.succeed(2, tiny_llama_args(*arguments, iters=5), tmp=tmp_path, module="planted_pretrain", env=env)
-    found = Blame.load(tmp_path / "run" / "blame_4.json")
-    assert found.verdict == BUG, found.reason
-    assert found.bug is not None
-    assert (found.bug.kind, found.bug.linear, found.bug.rank) == (kind, linear, 1)
+    result = Blame.load(tmp_path / "run" / "blame_4.json")
+    assert result.verdict == BUG, result.reason
+    assert result.bug is not None
+    assert (result.bug.kind, result.bug.linear, result.bug.rank) == (kind, linear, 1)

@@ -61,9 +61,9 @@ def test_what_is_frozen_stays_as_it_is_and_the_rest_is_measured(warm: WarmRanks,
     assert f"snip: {stays}" in process.stdout
     assert stays in read_config(tmp_path / "run")["facts"]["stays_bf16"]
     (path,) = (tmp_path / "run" / "maps").glob("step_*.json")
-    found = {str(linear) for linear in PrecisionMap.from_json(path.read_text()).linears()}
-    assert "decoder.layers.2.mlp.linear_fc1" not in found
-    assert len(found) == 11
+    result = {str(linear) for linear in PrecisionMap.from_json(path.read_text()).linears()}
+    assert "decoder.layers.2.mlp.linear_fc1" not in result
+    assert len(result) == 11
 
 
 def test_a_schedule_that_megatron_refuses_is_one_line(warm: WarmRanks, tmp_path: Path) -> None:

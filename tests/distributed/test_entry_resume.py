@@ -43,8 +43,8 @@ def test_snip_switched_on_and_off_again_is_an_uninterrupted_plain_run(
     def part(of: str, *extra: str) -> list[dict[str, Any]]:
         args = tiny_llama_args("--bf16", *DROPOUT, *layout.split(), "--save-interval", "3", *extra, iters=9)
         env = {"TRACE": str(tmp_path / of)}
-        done = warm.succeed(ranks, args, module="altered_pretrain", tmp=tmp_path / of, env=env)
-        assert "holds no SNIP state" not in done.stdout  # nothing is missing under a fixed map
+        process = warm.succeed(ranks, args, module="altered_pretrain", tmp=tmp_path / of, env=env)
+        assert "holds no SNIP state" not in process.stdout  # nothing is missing under a fixed map
         return read_traces(tmp_path / of)
 
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
@@ -56,8 +56,8 @@ def test_snip_switched_on_and_off_again_is_an_uninterrupted_plain_run(
     last = part("last", "--load", second, "--save", second)
     for rank in range(ranks):
         for figures in ("losses", "grad_norms"):
-            found = middle[rank][figures] | last[rank][figures]
-            assert found == {step: value for step, value in whole[rank][figures].items() if step > 3}
+            result = middle[rank][figures] | last[rank][figures]
+            assert result == {step: value for step, value in whole[rank][figures].items() if step > 3}
         assert sorted(middle[rank]["grad_norms"]) == [4, 5, 6]
         assert last[rank]["weights"] == whole[rank]["weights"]
     if "--ckpt-format torch" not in layout:

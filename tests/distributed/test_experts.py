@@ -76,8 +76,8 @@ def test_a_mixture_of_one_expert_is_the_dense_decoder(warm: WarmRanks, tmp_path:
     dense, one = tables
     assert [".experts." in row.name for row in one.linears] == [False, False, True, True] * 4
     same_rows = replace(one, linears=dense.linears)
-    found = worst_differences(dense, same_rows)
-    assert agree(found), found
+    result = worst_differences(dense, same_rows)
+    assert agree(result), result
     assert maps[0] == maps[1]
     for expected, actual in zip(*metrics, strict=True):
         rounded = 1e-4 if expected["fp4_fraction"] else 1e-6  # formats round apart what differs in its last bit
@@ -89,11 +89,13 @@ def test_a_mixture_of_one_expert_is_the_dense_decoder(warm: WarmRanks, tmp_path:
 def test_exchanges_that_overlap_with_other_microbatches_change_nothing(warm: WarmRanks, tmp_path: Path) -> None:
     """Megatron runs parts of one microbatch's forward and another's backward in turn; probes run layer by layer."""
     mixture = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 --num-layers 2 --moe-layer-freq [0,1]"
-    given = f"{mixture} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --bf16 --micro-batch-size 1"
+    arguments = (
+        f"{mixture} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --bf16 --micro-batch-size 1"
+    )
     runs = []
     for name, extra in (("plain", ()), ("overlapped", ("--overlap-moe-expert-parallel-comm",))):
         run = tmp_path / name
-        args = tiny_llama_args(*given.split(), *SNIP, *extra, "--snip-dir", str(run), iters=5)
+        args = tiny_llama_args(*arguments.split(), *SNIP, *extra, "--snip-dir", str(run), iters=5)
         warm.succeed(2, args, tmp=tmp_path / f"{name}-ranks")
         (adopted,) = read_maps(run).values()
         runs.append((adopted.choices, figures(run)))
@@ -148,13 +150,13 @@ FAST = ("heterogeneous", "hybrid", "latent-recomputed")
 def test_an_all_bf16_map_is_stock_bit_for_bit_and_updated_maps_train_nearly_so(
     warm: WarmRanks, tmp_path: Path, kind: str
 ) -> None:
-    found = []
+    result = []
     updates = [*SNIP, "--snip-estimator", "fisher"] if kind == "muon" else SNIP
     for name, snip in (("stock", []), ("bf16", ["--snip", "--snip-policy", "bf16"]), ("updated", updates)):
         words = shlex.split(f"--bf16 --use-distributed-optimizer --global-batch-size 8 {KINDS[kind]}")
         run = ["--snip-dir", str(tmp_path / name / "run")] if snip else []
-        found.append(traced(warm, 2, tiny_llama_args(*words, *snip, *run, iters=6), tmp_path / name)[-1])
-    stock, bf16, updated = found
+        result.append(traced(warm, 2, tiny_llama_args(*words, *snip, *run, iters=6), tmp_path / name)[-1])
+    stock, bf16, updated = result
     assert bf16 == stock
     first, last = (float.fromhex(stock["losses"][step]) for step in (1, 6))
     assert updated["losses"][6] != stock["losses"][6]

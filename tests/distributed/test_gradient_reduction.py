@@ -26,15 +26,15 @@ def test_bits_of_a_sum(warm: WarmRanks, tmp_path: Path) -> None:
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(3)]
     for place, (length, dtype) in enumerate(SUMMED):
         for rank in range(3):
-            parts = [found[place][0].view(3, length)[rank] for found in ranks]
+            parts = [result[place][0].view(3, length)[rank] for result in ranks]
             terms = [fake_quantize(part.view(1, -1), "fp8")[0] for part in parts]
             terms[rank] = parts[rank].float()
-            found, total = ranks[rank][place][1], (terms[0] + terms[1] + terms[2]).to(dtype)
-            torch.testing.assert_close(found, total, rtol=0, atol=0, equal_nan=True)
-            known = found.isfinite()
+            result, total = ranks[rank][place][1], (terms[0] + terms[1] + terms[2]).to(dtype)
+            torch.testing.assert_close(result, total, rtol=0, atol=0, equal_nan=True)
+            known = result.isfinite()
             assert known.sum() == (256 if (length, rank) == (384, 0) else length)
             exact = torch.stack(parts).double().sum(0)
-            assert float((found - exact)[known].norm() / exact[known].norm()) < 0.05
+            assert float((result - exact)[known].norm() / exact[known].norm()) < 0.05
 
 
 @dataclass(frozen=True)

@@ -82,10 +82,10 @@ def test_what_differs_is_found(layouts: LayoutRuns) -> None:
     table = layouts.trained("world-1").table
     assert agree(worst_differences(table, table))
     changed = replace(table, arrays=table.arrays | {"linear.x2": table.linear["x2"] * (1 + 3e-5)})
-    found = worst_differences(table, changed)
-    assert not agree(found)
-    assert found["value"] == pytest.approx(3e-5, rel=1e-3)
-    assert found["column"] == "linear.x2"
+    result = worst_differences(table, changed)
+    assert not agree(result)
+    assert result["value"] == pytest.approx(3e-5, rel=1e-3)
+    assert result["column"] == "linear.x2"
     # Flips touch some layers' entries of a kind of linear, a fault touches all of them.
     for factor, layers, good in ((1.05, 2, True), (1.0 + 2e-5, 4, False), (1.2, 1, False), (np.nan, 1, False)):
         c2 = table.by_format["c2"].copy()

@@ -75,9 +75,9 @@ def test_wandb(recorded: Path) -> None:
     assert {at for at, row in rows.items() if "lm loss" in row} >= set(range(1, 7))
     assert rows[step]["snip-map/achieved_per_stage/1"] == adoption(recorded / "run")["achieved_per_stage"]["1"]
     assert "snip-updates/probe/statistics/seconds" in rows[2]
-    wanted = harms(recorded / "run")
-    assert len(wanted) == len(precision_map.linears())
-    assert {name: rows[2][name] for name in wanted} == pytest.approx(wanted)
+    expected = harms(recorded / "run")
+    assert len(expected) == len(precision_map.linears())
+    assert {name: rows[2][name] for name in expected} == pytest.approx(expected)
     bits = {name: value for name, value in rows[step].items() if name.startswith("snip-bits/")}
     assert bits == {
         f"snip-bits/{each.path}/{each.layer:03}": sum(f.bits for f in precision_map.formats_of(str(each))) / 3

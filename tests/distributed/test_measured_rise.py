@@ -56,21 +56,21 @@ def test_a_map_whose_rise_was_predicted_too_low_is_solved_again(warm: WarmRanks,
     """The better one of both solutions is adopted, and the next update is predicted with what was measured."""
     run, adopted_at = tmp_path / "run", 14
     timings = ("--snip-timings", str(write_timings(tmp_path / "timings.json")), "--snip-first-update", "12")
-    wanted = ("--snip-formats", "bf16,fp4", "--snip-budget", "loss=0.002", "--snip-estimator", "fisher")
+    expected = ("--snip-formats", "bf16,fp4", "--snip-budget", "loss=0.002", "--snip-estimator", "fisher")
     # So many tokens, and so far from a minimum, that the rise is many times its error.
     tokens = ("--lr", "1e-2", "--micro-batch-size", "16", "--global-batch-size", "64", "--snip-probe-microbatches", "4")
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
     # Training ends while the next update is undecided.
     more = ("--snip-dir", str(run), *tokens, "--snip-update-interval", "6", "--exit-interval", str(adopted_at + 5))
-    args = tiny_llama_args(*SNIP, *wanted, *timings, *layout.split(), *more, iters=adopted_at + 7)
-    done = warm.succeed(4, args, module="altered_pretrain", env={"LOW": "1e-3"}, tmp=tmp_path)
+    args = tiny_llama_args(*SNIP, *expected, *timings, *layout.split(), *more, iters=adopted_at + 7)
+    process = warm.succeed(4, args, module="altered_pretrain", env={"LOW": "1e-3"}, tmp=tmp_path)
     first, second = events_of(run, "rise")
     assert first["measured_rise"] - 2 * first["measured_error"] > first["bound"] > first["predicted_rise"]
     factor = first["measured_rise"] / first["predicted_rise"]
     (rejected,) = events_of(run, "rejected")
     assert (rejected["step"], rejected["again"]) == (adopted_at, 2)
     assert rejected["correction"] == pytest.approx(factor, rel=1e-3)
-    assert f"solving again with predictions x {rejected['correction']:g}" in done.stdout
+    assert f"solving again with predictions x {rejected['correction']:g}" in process.stdout
     again, before = second["candidates"]
     assert (second["step"], before["predicted_rise"]) == (adopted_at + 2, first["predicted_rise"])
     assert again["predicted_rise"] <= second["bound"] * (1 + 1e-6)

@@ -43,13 +43,13 @@ def test_the_usual_script_under_snip_is_our_entry(warm: WarmRanks, tmp_path: Pat
     whole = {"WHOLE_MOCK_DATA": "1"}
     warm.succeed(1, [*arguments("entry"), "--snip-formats", "mxfp8,nvfp4"], tmp=tmp_path / "e", env=whole)
     recipe = shlex.split("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag")
-    given = [str(USUAL), *arguments("script"), *recipe]  # Megatron's own, which SNIP replaces
-    process = warm.succeed(1, given, module="snip_megatron.attach", tmp=tmp_path / "s", env=whole)
+    options = [str(USUAL), *arguments("script"), *recipe]  # Megatron's own, which SNIP replaces
+    process = warm.succeed(1, options, module="snip_megatron.attach", tmp=tmp_path / "s", env=whole)
     assert process.stdout.count("with recipe mxfp8 left out: SNIP chooses the formats of linears") == 1
     entry, script = tmp_path / "entry", tmp_path / "script"
     assert [event["step"] for event in read_events(script) if event["event"] == "adopt"] == [5]
-    assert {step: dict(found.choices) for step, found in read_maps(script).items()} == {
-        step: dict(found.choices) for step, found in read_maps(entry).items()
+    assert {step: dict(result.choices) for step, result in read_maps(script).items()} == {
+        step: dict(result.choices) for step, result in read_maps(entry).items()
     }
     assert figures(entry) == figures(script)
     assert len(losses(process)) == 9

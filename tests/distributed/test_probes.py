@@ -23,10 +23,10 @@ def test_tokens_that_the_loss_leaves_out_do_not_scale_gradients(warm: WarmRanks,
     expected = probed_table(warm, tmp_path / "mean", 1, "--micro-batch-size", "4")
     assert expected.tokens == 4 * 64
     for name, layout in (("data", ""), ("pipeline", "--pipeline-model-parallel-size 2 --snip-probe-microbatches 2")):
-        found = probed_table(warm, tmp_path / name, 2, "--calculate-per-token-loss", *layout.split())
+        actual = probed_table(warm, tmp_path / name, 2, "--calculate-per-token-loss", *layout.split())
         for column in ("linear.g2", "boundary.r2"):  # of a mean over T tokens: in proportion to 1/T
-            measured, wanted = (table.arrays[column].sum() * table.tokens for table in (found, expected))
-            assert measured == pytest.approx(wanted, rel=0.2), (name, column)
+            measured, reference = (table.arrays[column].sum() * table.tokens for table in (actual, expected))
+            assert measured == pytest.approx(reference, rel=0.2), (name, column)
 
 
 def test_the_scale_of_a_loss_scales_no_statistic(warm: WarmRanks, tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ def train(warm: WarmRanks, tmp: Path, name: str, **env: str) -> tuple[Path, subp
     run, checkpoints = tmp / name / "run", str(tmp / name / "checkpoints")
     where = ("--snip-dir", str(run), "--save", checkpoints, "--load", checkpoints)
     args = tiny_llama_args(*SNIP, *where, iters=STEPS)
-    done = warm.succeed(1, args, module="altered_pretrain", env=env, tmp=tmp / name / "ranks")
-    assert re.search(r"process groups left: False\nsolver processes left: \[\] of [1-9]", done.stdout)
-    return run, done
+    process = warm.succeed(1, args, module="altered_pretrain", env=env, tmp=tmp / name / "ranks")
+    assert re.search(r"process groups left: False\nsolver processes left: \[\] of [1-9]", process.stdout)
+    return run, process
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,10 @@ def test_a_second_run_in_one_process_resumes_the_first(warm: WarmRanks, tmp_path
 
     Megatron saves the last checkpoint again, after a load and without a step: it holds the state that was loaded.
     """
-    run, done = train(warm, tmp_path, "twice", TWICE="1")
-    assert done.stdout.count("compat: step-hook:") == 2
+    run, process = train(warm, tmp_path, "twice", TWICE="1")
+    assert process.stdout.count("compat: step-hook:") == 2
     assert [m["step"] for m in read_metrics(run)] == list(range(STEPS))
-    assert done.stdout.count(f"successfully saved checkpoint from iteration {STEPS:7d}") == 2
+    assert process.stdout.count(f"successfully saved checkpoint from iteration {STEPS:7d}") == 2
     (content,) = read_checkpoint(tmp_path / "twice" / "checkpoints", STEPS)["snip.state/shard_0_1"]
     assert ControllerState.from_bytes(content.numpy().tobytes()).precision_map is not None
 
@@ -71,6 +71,6 @@ def test_process_groups_of_cuda_graphs_are_left(warm: WarmRanks, tmp_path: Path)
     On a GPU, NCCL would wait for the graphs, which live as long as the process, and the run would not end.
     """
     args = tiny_llama_args("--skip-train", "--cuda-graph-impl", "transformer_engine")
-    done = warm.succeed(1, args, module="altered_pretrain", tmp=tmp_path)
-    assert "skipping training (--skip-train is on)" in done.stdout
-    assert "process groups left: True" in done.stdout
+    process = warm.succeed(1, args, module="altered_pretrain", tmp=tmp_path)
+    assert "skipping training (--skip-train is on)" in process.stdout
+    assert "process groups left: True" in process.stdout

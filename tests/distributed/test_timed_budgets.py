@@ -27,8 +27,8 @@ SNIP = shlex.split(
 
 def arguments(tmp: Path, budget: str, *extra: str) -> list[str]:
     timings = ("--snip-timings", str(write_timings(tmp / "timings.json")))
-    wanted = ("--snip-formats", FORMATS, "--snip-budget", budget)
-    return tiny_llama_args(*SNIP, "--snip-dir", str(tmp / "run"), *wanted, *timings, *extra, iters=14)
+    expected = ("--snip-formats", FORMATS, "--snip-budget", budget)
+    return tiny_llama_args(*SNIP, "--snip-dir", str(tmp / "run"), *expected, *timings, *extra, iters=14)
 
 
 def test_a_speedup_on_two_pipeline_stages(warm: WarmRanks, tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_a_speedup_on_two_pipeline_stages(warm: WarmRanks, tmp_path: Path) -> No
     for step, precision_map in maps.items():
         assert precision_map.status == "optimal"
         assert (precision_map.budget, precision_map.target) == ("speedup", 1.25)
-        found = request.times.by_stage(precision_map, {row.name: row.stage for row in table.linears})
-        predicted = max(bf16 for bf16, _ in found.values()) / max(seconds for _, seconds in found.values())
+        result = request.times.by_stage(precision_map, {row.name: row.stage for row in table.linears})
+        predicted = max(bf16 for bf16, _ in result.values()) / max(seconds for _, seconds in result.values())
         assert precision_map.speedup == pytest.approx(predicted, rel=1e-9)
         assert predicted >= 1.25 * (1 - 1e-8)
         assert precision_map.fp4_share == 0.0
@@ -76,9 +76,11 @@ def test_snip_alone_takes_the_fastest_map_within_a_small_loss_on_the_named_card(
     named = ("--snip-timings", str(write_timings(tmp_path / "timings.json")), "--snip-dir", str(tmp_path / "run"))
     write_documents(tmp_path / "train", 40, seed=1)  # mock data have no loss to protect
     data = ("--train-data-path", str(tmp_path / "train"), "--tokenizer-type", "NullTokenizer", "--vocab-size", "255")
-    done = warm.succeed(1, tiny_llama_args(*SNIP, *named, *data, iters=14, mock_data=False), tmp=tmp_path, timeout=300)
+    process = warm.succeed(
+        1, tiny_llama_args(*SNIP, *named, *data, iters=14, mock_data=False), tmp=tmp_path, timeout=300
+    )
     said = "snip: --snip-budget loss=0.002 over bf16,fp8,fp8_tensor, schedule auto: formats are emulated"
-    assert done.stdout.count(said) == 1
+    assert process.stdout.count(said) == 1
     config = read_config(tmp_path / "run")["config"]
     assert (config["budget"], config["formats"]) == ("loss=0.002", ["bf16", "fp8", "fp8_tensor"])
     maps = read_maps(tmp_path / "run")
@@ -91,11 +93,11 @@ def test_snip_alone_on_blackwell(warm: WarmRanks, tmp_path: Path) -> None:
     """The card and Transformer Engine are emulated: its linears run the map, and the run times and records them."""
     run = tmp_path / "run"
     args = tiny_llama_args(*SNIP, "--snip-dir", str(run), iters=14)
-    done = warm.succeed(1, args, module="altered_pretrain", tmp=tmp_path, timeout=300, env={"ALTER": "blackwell"})
-    assert "snip: --mock-data has no loss to protect: the fastest map over bf16,mxfp8,nvfp4;" in done.stdout
+    process = warm.succeed(1, args, module="altered_pretrain", tmp=tmp_path, timeout=300, env={"ALTER": "blackwell"})
+    assert "snip: --mock-data has no loss to protect: the fastest map over bf16,mxfp8,nvfp4;" in process.stdout
     assert str(read_config(run)["config"]["budget"]).startswith("loss=1e")  # no bound
-    assert "GEMMs by transformer_engine (by Transformer Engine's linears on Some Blackwell, sm_100" in done.stdout
-    assert "timed the GEMMs of this model (4 shapes, bf16, nvfp4, mxfp8) on cpu" in done.stdout
+    assert "GEMMs by transformer_engine (by Transformer Engine's linears on Some Blackwell, sm_100" in process.stdout
+    assert "timed the GEMMs of this model (4 shapes, bf16, nvfp4, mxfp8) on cpu" in process.stdout
     record = read_config(run)
     config, backend = record["config"], record["facts"]["gemm_backend"]
     assert (config["gemm"], backend) == ("transformer_engine", "transformer_engine")
@@ -110,11 +112,11 @@ def test_a_run_without_a_table_times_its_gemms_once(warm: WarmRanks, tmp_path: P
     run = tmp_path / "run"
 
     def train(folder: Path, until: int, *extra: str) -> str:
-        wanted = ("--snip-formats", FORMATS, "--snip-budget", "speedup=1.25", "--pipeline-model-parallel-size", "2")
+        expected = ("--snip-formats", FORMATS, "--snip-budget", "speedup=1.25", "--pipeline-model-parallel-size", "2")
         saved = ("--save", str(tmp_path / "saved"), "--save-interval", "100", "--exit-interval", str(until))
-        args = tiny_llama_args(*SNIP, "--snip-dir", str(folder), *wanted, *saved, *extra, iters=14)
-        done = warm.succeed(2, args, module="altered_pretrain", tmp=tmp_path, timeout=300, env={"ALTER": "rates"})
-        return done.stdout
+        args = tiny_llama_args(*SNIP, "--snip-dir", str(folder), *expected, *saved, *extra, iters=14)
+        process = warm.succeed(2, args, module="altered_pretrain", tmp=tmp_path, timeout=300, env={"ALTER": "rates"})
+        return process.stdout
 
     def times(folder: Path) -> OptionTimes:
         request = SolveRequest.from_dict(read_config(folder)["facts"]["request"], "config.json")

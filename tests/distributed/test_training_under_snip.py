@@ -98,14 +98,14 @@ def test_the_map_is_taken_back_and_the_next_must_promise_more(warm: WarmRanks, t
         run, *when.split(), "--snip-guard-blame", "--pipeline-model-parallel-size", "2", "--num-layers", "2", steps=24
     )
     spikes = {"SPIKES": "16,19"}  # the map is adopted at 14; figures of 18 arrive after 19
-    done = warm.succeed(2, args, module="altered_pretrain", env=spikes, tmp=tmp_path / "ranks", timeout=200)
+    process = warm.succeed(2, args, module="altered_pretrain", env=spikes, tmp=tmp_path / "ranks", timeout=200)
     (blamed,) = events(run, "blame")
     assert (blamed["step"], blamed["alarm_step"], blamed["verdict"]) == (20, 18, "not_precision")
     verdict = Blame.load(run / "blame_19.json")  # about the microbatches of the alarm, on the weights of now
     assert (verdict.verdict, verdict.microbatches, blamed["of_step"]) == ("not_precision", 1, 18)
     assert verdict.weights is not None
     assert (verdict.weights.step, verdict.weights.digest) == (20, blamed["weights"])
-    assert f" --snip-map {run / 'maps' / 'step_14.json'} --snip-blame 19\n" in done.stdout
+    assert f" --snip-map {run / 'maps' / 'step_14.json'} --snip-blame 19\n" in process.stdout
     guards = events(run, "guard")
     assert [(event["step"], event["action"]) for event in guards] == [(20, "taken_back"), (23, "refused")]
     assert guards[0]["alarm_step"] == 18
@@ -119,8 +119,8 @@ def test_the_map_is_taken_back_and_the_next_must_promise_more(warm: WarmRanks, t
 def test_all_ranks_probe_what_fits_on_the_smallest(warm: WarmRanks, tmp_path: Path) -> None:
     """Rank 1 has too little memory for a sequence at step 2, plenty at step 3, and enough for a few at step 5."""
     run, data_parallel = tmp_path / "run", 2
-    given = shlex.split("--micro-batch-size 8 --global-batch-size 16 --use-distributed-optimizer")
-    args = arguments(run, *given, "--snip-update-interval", "3", "--snip-lag", "1", steps=12)
+    options = shlex.split("--micro-batch-size 8 --global-batch-size 16 --use-distributed-optimizer")
+    args = arguments(run, *options, "--snip-update-interval", "3", "--snip-lag", "1", steps=12)
     free = (2**10, 2**40, 14 * 2**20, *[2**40] * 9)
     environment = {"TIGHT": ",".join(map(str, (1, *free)))}
     tight = warm.succeed(2, args, module="altered_pretrain", env=environment, tmp=tmp_path / "tight")
@@ -132,7 +132,7 @@ def test_all_ranks_probe_what_fits_on_the_smallest(warm: WarmRanks, tmp_path: Pa
     assert taken[3] == 8
     assert taken[5] in (1, 2, 4)
     assert taken[8] == taken[5]  # also where memory is free again
-    plain = warm.run(2, tiny_llama_args(*given, iters=12), tmp=tmp_path / "plain")
+    plain = warm.run(2, tiny_llama_args(*options, iters=12), tmp=tmp_path / "plain")
     (adopted, *_) = [event for event in events(run, "adopt") if event["changed"]]
     before = {step: loss for step, loss in losses(plain).items() if step <= adopted["step"]}
     assert len(before) == adopted["step"] == 4

@@ -27,9 +27,9 @@ def test_nothing_is_launched_that_was_not_warmed_up(warm: WarmRanks, tmp_path: P
 
 def assert_all_is_warmed_up(warm: WarmRanks, tmp_path: Path, layout: str, **variables: str) -> None:
     run = tmp_path / "run"
-    given = tiny_llama_args(*shlex.split(f"{SNIP} {ARGUMENTS} {layout}"), "--bf16", "--snip-dir", str(run), iters=9)
+    arguments = tiny_llama_args(*shlex.split(f"{SNIP} {ARGUMENTS} {layout}"), "--bf16", "--snip-dir", str(run), iters=9)
     environment = {"LISTED": str(tmp_path / "listed")}
-    warm.succeed(2, given, module="listed_pretrain", env=environment | variables, tmp=tmp_path)
+    warm.succeed(2, arguments, module="listed_pretrain", env=environment | variables, tmp=tmp_path)
     adopted = [event for event in read_events(run) if event["event"] == "adopt"]
     assert [event["step"] for event in adopted] == [3, 7]
     assert all(event["changed"] for event in adopted[:1])

@@ -36,7 +36,7 @@ def train(folder: Path, callback: Any = None, resume: str | None = None, **argum
     callbacks = [] if callback is None else [callback]
     trainer = Trainer(model, args, train_dataset=data(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
         "norms": [row["grad_norm"] for row in trainer.state.log_history if "loss" in row],
         "weights": float(sum(p.double().abs().sum() for p in model.parameters())),
@@ -45,9 +45,9 @@ def train(folder: Path, callback: Any = None, resume: str | None = None, **argum
     if made:
         snip = made[0].snip
         assert snip is not None
-        found["map"] = {key: fmt.value for key, fmt in snip.map.choices.items()}
-        found["tokens"] = None if snip.table is None else snip.table.tokens
-    return found
+        result["map"] = {key: fmt.value for key, fmt in snip.map.choices.items()}
+        result["tokens"] = None if snip.table is None else snip.table.tokens
+    return result
 
 
 def main() -> None:
@@ -56,10 +56,10 @@ def main() -> None:
             del os.environ[name]
     folder = Path(sys.argv[1])
     options = {"budget": "fp4=0.75", "first_update": 5, "update_interval": 100}
-    found = {"stock": train(folder / "stock")}
-    found["snip"] = train(folder / "snip", SnipCallback(**options, dir=str(folder / "run")))
-    found["resumed"] = train(folder / "resumed", SnipCallback(**options), str(folder / "snip" / "checkpoint-8"))
-    Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+    result = {"stock": train(folder / "stock")}
+    result["snip"] = train(folder / "snip", SnipCallback(**options, dir=str(folder / "run")))
+    result["resumed"] = train(folder / "resumed", SnipCallback(**options), str(folder / "snip" / "checkpoint-8"))
+    Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

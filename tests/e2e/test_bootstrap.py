@@ -181,8 +181,8 @@ def test_an_old_python_and_a_shim_without_version_are_passed_over(project: Path,
     versions = tmp_path / ".pyenv" / "versions" / "3.12.9" / "bin"
     versions.mkdir(parents=True)
     (versions / "python3").symlink_to(sys.executable)
-    found = run_with_path(project, path, tmp_path, SNIP_VENV=str(tmp_path / "elsewhere"))
-    assert found.returncode == 0, found.stderr
+    actual = run_with_path(project, path, tmp_path, SNIP_VENV=str(tmp_path / "elsewhere"))
+    assert actual.returncode == 0, actual.stderr
     assert (tmp_path / "elsewhere" / "snip-stamp.json").exists()
     assert not (project / ".venv").exists()
 
@@ -195,12 +195,12 @@ def test_everything_that_is_needed_is_pinned_at_the_installed_version() -> None:
     pins = {canonicalize_name(name): version for name, version in pins.items()}
     needed: dict[str, str] = {}
     queue = [("snip_megatron", frozenset({"dev"}))]
-    seen = set()
+    calls = set()
     while queue:
         name, extras = queue.pop()
-        if (name, extras) in seen:
+        if (name, extras) in calls:
             continue
-        seen.add((name, extras))
+        calls.add((name, extras))
         distribution = metadata.distribution(name)
         needed[canonicalize_name(name)] = distribution.version
         for text in distribution.requires or []:

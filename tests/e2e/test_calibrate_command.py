@@ -12,9 +12,9 @@ from snip_megatron.timing.cost_model import LinearShape, load_cost_model
 
 def test_a_table_of_this_cpu(tmp_path: Path) -> None:
     out = tmp_path / "cpu.json"
-    done = snip_alone("calibrate", "--out", out, "--formats", "fp8,fp4", OMP_NUM_THREADS="1", SNIP_COMMIT="abc")
-    assert done.returncode == 0, done.stderr
-    assert "cpu, reference, 8 shapes" in done.stderr
+    process = snip_alone("calibrate", "--out", out, "--formats", "fp8,fp4", OMP_NUM_THREADS="1", SNIP_COMMIT="abc")
+    assert process.returncode == 0, process.stderr
+    assert "cpu, reference, 8 shapes" in process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["cpu.json"]
     body = json.loads(out.read_text())
     assert (body["device"], body["backend"], body["commit"], body["complete"]) == ("cpu", "reference", "abc", True)

@@ -179,5 +179,5 @@ def test_every_room_has_a_line_in_contributing():
 @pytest.mark.parametrize("script", ["draw_rooms.py", "argument_tables.py"])
 def test_what_is_generated_is_what_the_code_says(script: str):
     command = [sys.executable, str(ROOT / "docs" / script), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr

@@ -38,9 +38,9 @@ class Block:
 
 def blocks(page: str) -> list[Block]:
     text = (ROOT / page).read_text()
-    found = re.findall(r"(?:<!-- test: ([^>]*) -->\n)?```bash\n(.*?)```", text, re.DOTALL)
-    assert len(found) == text.count("```bash"), page
-    return [Block(page, tuple(d.split()), tuple(c.replace("\\\n", " ").splitlines())) for d, c in found]
+    result = re.findall(r"(?:<!-- test: ([^>]*) -->\n)?```bash\n(.*?)```", text, re.DOTALL)
+    assert len(result) == text.count("```bash"), page
+    return [Block(page, tuple(d.split()), tuple(c.replace("\\\n", " ").splitlines())) for d, c in result]
 
 
 ALL = [block for page in PAGES for block in blocks(page)]

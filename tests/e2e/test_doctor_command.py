@@ -18,9 +18,9 @@ def test_json_and_exit_code_when_megatron_is_not_one_we_know(tmp_path):
     core.mkdir(parents=True)
     for name in ("__init__.py", "package_info.py"):
         (core / name).write_text("__version__ = '0.31.0'\n", encoding="utf-8")
-    done = doctor("--json", path=tmp_path)
-    assert done.returncode == 1
-    report = json.loads(done.stdout)
+    process = doctor("--json", path=tmp_path)
+    assert process.returncode == 1
+    report = json.loads(process.stdout)
     assert report["schema"] == "snip.doctor/1"
     failed = [check for check in report["checks"] if check["status"] == "fail"]
     assert [check["name"] for check in failed] == ["megatron"]
@@ -32,9 +32,9 @@ def test_packages_that_cannot_be_imported_fail_and_the_other_checks_are_made(tmp
     for package in ("torch", "ortools"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("raise OSError('libcudart.so: not found')", encoding="utf-8")
-    done = doctor("--json", path=tmp_path)
-    assert done.returncode == 1, done.stderr
-    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    process = doctor("--json", path=tmp_path)
+    assert process.returncode == 1, process.stderr
+    checks = {check["name"]: check for check in json.loads(process.stdout)["checks"]}
     assert {name for name, check in checks.items() if check["status"] == "fail"} == names
     assert all("OSError: libcudart.so: not found" in checks[name]["found"] for name in names)
     assert checks["disk"]["status"] != "fail"

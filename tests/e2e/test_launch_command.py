@@ -37,9 +37,9 @@ def without_clock(plan: str) -> list[str]:
 
 def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(tmp_path: Path) -> None:
     """Its linears are those of the table of known models. The loggers of the training stay closed."""
-    wanted = ("70b", "--cpu", "--data", "mock", "--save", "/nowhere/c", "--check")
+    reference = ("70b", "--cpu", "--data", "mock", "--save", "/nowhere/c", "--check")
     logged = ("--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir", tmp_path)
-    expected = snip("launch", *wanted, "--megatron", *logged, "--tensorboard-dir", tmp_path).stdout
+    expected = snip("launch", *reference, "--megatron", *logged, "--tensorboard-dir", tmp_path).stdout
     assert list(tmp_path.iterdir()) == []
     head = "Llama 3 70B: llama-70b\nllama-70b: 70.57 B parameters, 80 blocks\nTP 8 × PP 4 × DP 2 = 64"
     assert expected.startswith(head)
@@ -50,28 +50,28 @@ def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(tmp_path:
     known = render(make_plan(StepModel(layout, table), parse_config({}, table, has_end=True)))
     assert "by gemm: the fastest uniform map, because" in known
     assert without_clock(expected.partition("\n")[2]) == without_clock(known)
-    assert refused("launch", *wanted, "--megatron", "--nonsense") == "unrecognized arguments: --nonsense"
+    assert refused("launch", *reference, "--megatron", "--nonsense") == "unrecognized arguments: --nonsense"
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"), [(("1b",), "1 8"), (("70b",), "8 8"), (("70b-pp8", "--gpus-per-node", 4), "16 4")]
 )
 def test_hardware(arguments: tuple[object, ...], line: str) -> None:
-    done = snip("launch", *arguments, "--data", "mock", "--save", "/nowhere/c", "--hardware")
-    assert (done.returncode, done.stdout) == (0, f"{line}\n")
+    process = snip("launch", *arguments, "--data", "mock", "--save", "/nowhere/c", "--hardware")
+    assert (process.returncode, process.stdout) == (0, f"{line}\n")
 
 
 def test_a_whole_model_is_not_trained_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun, "supervise", lambda *arguments: (0, None))
-    wanted = ("1b", "--cpu", "--data", "mock", "--save", tmp_path)
-    assert refused("launch", *wanted) == (
+    expected = ("1b", "--cpu", "--data", "mock", "--save", tmp_path)
+    assert refused("launch", *expected) == (
         "--cpu trains only a tiny model: add --smoke, or leave out --cpu to train llama-1b on GPUs"
     )
-    assert snip("launch", *wanted, "--smoke").returncode == 0
+    assert snip("launch", *expected, "--smoke").returncode == 0
 
 
 def test_the_script_is_the_command(tmp_path: Path) -> None:
     script = ("bash", str(ROOT / "launch" / "torchrun.sh"))
     wishes = ("3b", "--data", "mock", "--save", tmp_path, "--hardware")
-    done = snip_alone(*wishes, command=script, SNIP=shlex.join(SNIP))
-    assert (done.returncode, done.stdout) == (0, "1 8\n"), done.stderr
+    process = snip_alone(*wishes, command=script, SNIP=shlex.join(SNIP))
+    assert (process.returncode, process.stdout) == (0, "1 8\n"), process.stderr

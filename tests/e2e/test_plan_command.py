@@ -15,8 +15,8 @@ SEVENTY = ("--model", "llama-70b", "--tp", 8, "--pp", 8)
 
 def test_70b(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    done = snip_alone("plan", *SEVENTY, "--sequence-parallel", "--budget", "fp4=0.75", "--json", out)
-    assert done.returncode == 0, done.stderr
+    process = snip_alone("plan", *SEVENTY, "--sequence-parallel", "--budget", "fp4=0.75", "--json", out)
+    assert process.returncode == 0, process.stderr
     plan = json.loads(out.read_text())
     assert plan["schema"] == PLAN_SCHEMA
     assert plan["layout"]["gpus"] == 64
@@ -26,10 +26,10 @@ def test_70b(tmp_path: Path) -> None:
     assert flops == pytest.approx(6 * 80 * 855_638_016 * 8192 * 64)
     assert plan["budget"]["fp4_share"] >= 0.75
     assert plan["steps"]["bf16"]["seconds"] > plan["steps"]["map"]["seconds"]
-    assert "70.55 B parameters" in done.stdout
-    assert "NVIDIA H200" in done.stdout
-    assert re.search(r"planned 0\.75\d* of 0\.75 asked", done.stdout)
-    assert "fp8 everywhere beats these maps" in done.stdout
+    assert "70.55 B parameters" in process.stdout
+    assert "NVIDIA H200" in process.stdout
+    assert re.search(r"planned 0\.75\d* of 0\.75 asked", process.stdout)
+    assert "fp8 everywhere beats these maps" in process.stdout
 
 
 EXPERTS = (
@@ -46,17 +46,17 @@ def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path)
 
     On 4 GPUs in two stages, a layer of experts has 4 of them on each rank, to which 2 ranks send tokens twice.
     """
-    given = EXPERTS.replace("--mock-data --tokenizer-type NullTokenizer", "--train-data-path no/where")
-    given = given.replace(" --no-gradient-accumulation-fusion", "").replace(" --snip --snip-budget fp4=0.5", "")
-    given += " --transformer-impl transformer_engine --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
-    given += " --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router --te-rng-tracker"
-    given += " --fp8-format hybrid --fp8-recipe tensorwise"  # whose formats are the candidates
-    given = given.replace("--train-iters 10", "--train-samples 80")
-    given += f" --wandb-project p --wandb-exp-name e --tensorboard-dir {tmp_path / 'board'}"
+    arguments = EXPERTS.replace("--mock-data --tokenizer-type NullTokenizer", "--train-data-path no/where")
+    arguments = arguments.replace(" --no-gradient-accumulation-fusion", "").replace(" --snip --snip-budget fp4=0.5", "")
+    arguments += " --transformer-impl transformer_engine --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
+    arguments += " --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router --te-rng-tracker"
+    arguments += " --fp8-format hybrid --fp8-recipe tensorwise"  # whose formats are the candidates
+    arguments = arguments.replace("--train-iters 10", "--train-samples 80")
+    arguments += f" --wandb-project p --wandb-exp-name e --tensorboard-dir {tmp_path / 'board'}"
     out = tmp_path / "plan.json"
     asked = ("--budget", "fp4=0.5", "--timings", "flops")
-    done = snip_alone("plan", "--gpus", 4, *asked, "--json", out, "--megatron", *given.split())
-    assert done.returncode == 0, done.stderr
+    process = snip_alone("plan", "--gpus", 4, *asked, "--json", out, "--megatron", *arguments.split())
+    assert process.returncode == 0, process.stderr
     plan = json.loads(out.read_text())
     assert plan["layout"]["gradient_accumulation_fusion"]
     assert plan["budget"]["formats"] == ["fp8_tensor", "fp4"]
@@ -69,7 +69,7 @@ def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path)
     dense = linears["mlp.linear_fc1"]
     assert [dense[name] for name in ("gemms", "tokens", "n", "k")] == [1, 64, 384, 64]
     assert plan["stages"][0]["seconds"]["bf16"]["experts"] > 0
-    assert "4 of 32×96×64" in done.stdout
+    assert "4 of 32×96×64" in process.stdout
 
 
 def test_a_budget_out_of_reach() -> None:
@@ -85,8 +85,8 @@ def test_a_model_that_does_not_fit_has_an_exit_code_of_its_own() -> None:
 def test_a_plan_is_made_without_torch() -> None:
     """Importing torch takes about ten times as long as everything else that a plan imports."""
     code = "import sys; from snip_megatron.tools.cli import main; main(); sys.exit('torch' in sys.modules)"
-    done = snip_alone("plan", "--model", "1b", "--dp", 2, command=(sys.executable, "-c", code))
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = snip_alone("plan", "--model", "1b", "--dp", 2, command=(sys.executable, "-c", code))
+    assert process.returncode == 0, process.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

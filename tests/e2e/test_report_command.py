@@ -27,18 +27,18 @@ def recorded(tmp_path) -> Path:
 
 
 def test_writes_the_page_and_says_where(recorded, tmp_path):
-    done = snip_alone("report", "run", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.strip() == "run/report.html"
+    process = snip_alone("report", "run", cwd=tmp_path)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout.strip() == "run/report.html"
     assert "</html>" in (recorded / "report.html").read_text(encoding="utf-8")
 
 
 def test_sensitivity_ranks_what_the_map_chose_about(recorded, tmp_path):
     absent = refused("report", str(recorded), "--sensitivity")
     assert "no map with scores" in absent
-    done = snip_alone("report", "examples/recorded_run", "--sensitivity")
-    assert (done.returncode, done.stderr) == (0, "")
-    head, *rows = done.stdout.splitlines()
+    process = snip_alone("report", "examples/recorded_run", "--sensitivity")
+    assert (process.returncode, process.stderr) == (0, "")
+    head, *rows = process.stdout.splitlines()
     assert "in nats of training loss" in head
     assert rows[0].split()[2:] == ["self_attention.linear_qkv:fprop", "#" * 24, "22", "fp8_tensor"]
     assert rows[12] == "The 20 most sensitive of 264:"

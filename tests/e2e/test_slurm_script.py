@@ -57,8 +57,8 @@ def bash(cluster: dict[str, str], *arguments: object) -> subprocess.CompletedPro
 
 def test_it_submits_itself_with_what_the_configuration_needs(cluster: dict[str, str]) -> None:
     asked = ("70b", "--data", "mock", "--save", "/shared/70b")
-    done = bash(cluster | {"SNIP_SBATCH": "--partition=gpu --time=4:00:00"}, *asked)
-    assert done.returncode == 0, done.stderr
+    process = bash(cluster | {"SNIP_SBATCH": "--partition=gpu --time=4:00:00"}, *asked)
+    assert process.returncode == 0, process.stderr
     expected = f"--nodes=8 --gpus-per-node=8 --partition=gpu --time=4:00:00 {SCRIPT} {' '.join(asked)}"
     assert log(cluster) == [f"sbatch {expected}"]
     dry = bash(cluster, *asked, "--dry-run")
@@ -72,9 +72,11 @@ def test_without_sbatch_one_line_says_so(cluster: dict[str, str], tmp_path: Path
     shell = shutil.which("bash")
     assert shell is not None
     command = [shell, str(SCRIPT), "7b", "--data", "mock", "--save", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=cluster | {"PATH": str(tmp_path)}, timeout=120)
-    (line,) = done.stderr.splitlines()
-    assert (done.returncode, line.startswith("slurm.sh: there is no sbatch here")) == (2, True)
+    process = subprocess.run(
+        command, capture_output=True, text=True, env=cluster | {"PATH": str(tmp_path)}, timeout=120
+    )
+    (line,) = process.stderr.splitlines()
+    assert (process.returncode, line.startswith("slurm.sh: there is no sbatch here")) == (2, True)
 
 
 def test_a_head_node_that_cannot_be_found_is_one_line(cluster: dict[str, str]) -> None:

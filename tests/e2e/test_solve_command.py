@@ -49,11 +49,11 @@ def written(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("solver", ["cpsat", "greedy"])
 def test_a_map_on_standard_output(written: Path, solver: str) -> None:
-    done = snip("solve", written, "--solver", solver)
-    assert done.returncode == 0
-    assert ": share in four bits 0.75" in done.stderr.splitlines()[0]
-    assert done.stderr.splitlines()[1] == "24 in fp4, 8 in fp8"
-    body = json.loads(done.stdout)
+    process = snip("solve", written, "--solver", solver)
+    assert process.returncode == 0
+    assert ": share in four bits 0.75" in process.stderr.splitlines()[0]
+    assert process.stderr.splitlines()[1] == "24 in fp4, 8 in fp8"
+    body = json.loads(process.stdout)
     assert list(body) == [
         "schema", "version", "choices", "status", "objective", "bound", "target", "achieved", "achieved_per_stage",
         "solve_seconds",
@@ -69,7 +69,7 @@ def test_a_map_on_standard_output(written: Path, solver: str) -> None:
         # Equal costs: at least 0.73 · 16 on a stage and 24 in all leave exactly the 12 smallest losses of each.
         losses = np.array([item["choices"][1]["loss"] for item in raw["items"]]).reshape(2, 16)
         assert body["objective"] == pytest.approx(np.sort(losses, axis=1)[:, :12].sum(), rel=1e-14)
-    loaded = PrecisionMap.from_json(done.stdout)
+    loaded = PrecisionMap.from_json(process.stdout)
     assert len(loaded.choices) == 32
 
 
@@ -116,9 +116,9 @@ def phased(target: float = 0.75, **changes: Any) -> dict[str, Any]:
 def test_phases_give_a_plan(tmp_path: Path) -> None:
     path, out = tmp_path / "problem.json", tmp_path / "plan.json"
     path.write_text(json.dumps(phased()))
-    done = snip("solve", path, "--out", out)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [line.partition(":")[0] for line in done.stdout.splitlines()[1:]] == [
+    process = snip("solve", path, "--out", out)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert [line.partition(":")[0] for line in process.stdout.splitlines()[1:]] == [
         "phase 0, 300 steps",
         "phase 1, 100 steps",
     ]

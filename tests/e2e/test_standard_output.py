@@ -20,14 +20,14 @@ def test_a_reader_that_has_exited_ends_a_command_silently() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = snip(*PLAN, stdout=writer)
+        process = snip(*PLAN, stdout=writer)
     finally:
         os.close(writer)
-    assert (done.returncode, done.stderr) == (141, b"")
+    assert (process.returncode, process.stderr) == (141, b"")
 
 
 def test_what_an_encoding_lacks_is_replaced() -> None:
-    done = snip(*PLAN, stdout=subprocess.PIPE, PYTHONIOENCODING="latin-1")
-    assert (done.returncode, done.stderr) == (0, b"")
+    process = snip(*PLAN, stdout=subprocess.PIPE, PYTHONIOENCODING="latin-1")
+    assert (process.returncode, process.stderr) == (0, b"")
     whole = snip(*PLAN, stdout=subprocess.PIPE, PYTHONIOENCODING="utf-8").stdout.decode()
-    assert len(done.stdout.splitlines()) == len(whole.splitlines())
+    assert len(process.stdout.splitlines()) == len(whole.splitlines())

@@ -21,17 +21,19 @@ def test_a_job_is_compared_and_nothing_is_left(tmp_path: Path) -> None:
     words = ("trial", "--steps", 18, "--out", tmp_path / "trial.json", "--", *shlex.split(JOB))
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    done = snip_alone(*words, cwd=tmp_path, TMPDIR=str(temporary))
-    assert done.returncode == 0, done.stderr
+    process = snip_alone(*words, cwd=tmp_path, TMPDIR=str(temporary))
+    assert process.returncode == 0, process.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"temporary", "trial.json"}
     assert list(temporary.glob("snip-*")) == []
-    bf16, fp8, snip = done.stdout.splitlines()[3:6]
+    bf16, fp8, snip = process.stdout.splitlines()[3:6]
     assert re.fullmatch(r"bf16 +[\d,.]+ ms +[\d,]+ +1\.00 +\d\.\d+.*", bf16)
     assert fp8.split() == ["Megatron's", "own", "FP8", "not", "run:", "it", "needs", "a", "GPU"]
     assert re.fullmatch(r"--snip +[\d,.]+ ms +[\d,]+ +[\d.]+ +\d\.\d+.*", snip)
-    assert re.search(r"\nMap: 7\d% fp4, 2\d% fp8_tensor, from step 9 on; its update cost", done.stdout), done.stdout
-    assert "In this trial: --global-batch-size 4 instead of 64." in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("Not judged: this machine has no GPU.")
+    assert re.search(r"\nMap: 7\d% fp4, 2\d% fp8_tensor, from step 9 on; its update cost", process.stdout), (
+        process.stdout
+    )
+    assert "In this trial: --global-batch-size 4 instead of 64." in process.stdout
+    assert process.stdout.splitlines()[-1].startswith("Not judged: this machine has no GPU.")
     result = json.loads((tmp_path / "trial.json").read_text())
     first, _, third = result["runs"]
     assert len(first["losses"]) == len(third["step_ms"]) == 18

@@ -88,16 +88,16 @@ class Job:
         curve: Curve = {}
         for start in range(2 * len(self.cases) + 2):
             known = self._injected().keys()
-            done = self._train(f"start{start}", self.cases, *where)
+            process = self._train(f"start{start}", self.cases, *where)
             part = curve_of(self.folder, f"start{start}")
             curve |= part
-            if done.returncode == 0 and ((self.steps - 1, 0) in part or self.shares is not None):
+            if process.returncode == 0 and ((self.steps - 1, 0) in part or self.shares is not None):
                 break
             new = {index: line["time"] for index, line in self._injected().items() if index not in known}
             if not new:
-                raise LostError(f"it ended without a fault: exit code {done.returncode}: {done.stderr[-300:]}")
+                raise LostError(f"it ended without a fault: exit code {process.returncode}: {process.stderr[-300:]}")
             last = max(new, key=lambda index: new[index])
-            self._judge_end(last, done)
+            self._judge_end(last, process)
             if last in self.lost and self.shares is not None:
                 return
         self._judge(curve)
@@ -122,14 +122,14 @@ class Job:
         if self.torchrun:  # whose ranks read all of the mock data
             env["WHOLE_MOCK_DATA"] = "1"
         if self.torchrun and cases:
-            done = by_torchrun(world, args, env, tmp, restarts=len(cases))
+            process = by_torchrun(world, args, env, tmp, restarts=len(cases))
         else:
             limit = _LIMIT_S if share is None else share + _STOP_S
-            done = self.warm.run(world, args, module=TRAINER, env=env, tmp=tmp, timeout=limit, grace=_GRACE_S)
-        self._losses_said |= "records were lost" in done.stderr or "are missing" in done.stderr
+            process = self.warm.run(world, args, module=TRAINER, env=env, tmp=tmp, timeout=limit, grace=_GRACE_S)
+        self._losses_said |= "records were lost" in process.stderr or "are missing" in process.stderr
         if survivors := end_processes(tmp, 10.0):
             raise LostError(f"process left behind: {survivors[0]}")
-        return done
+        return process
 
     def _injected(self) -> dict[int, dict[str, Any]]:
         return {line["index"]: line for line in lines_of(self.folder, "injected")}
@@ -172,9 +172,9 @@ class Job:
             self.outcomes.setdefault(index, self._of_update(events, at["step"]))
         if not adopted and self.shares is not None:
             return  # it ended before there was anything to replay
-        done = self._train("replay", (), "--snip-dir", str(self.folder / "replayed"), "--snip-replay", str(run))
-        if done.returncode:
-            raise LostError(f"the replay ended with exit code {done.returncode}: {done.stderr[-300:]}")
+        process = self._train("replay", (), "--snip-dir", str(self.folder / "replayed"), "--snip-replay", str(run))
+        if process.returncode:
+            raise LostError(f"the replay ended with exit code {process.returncode}: {process.stderr[-300:]}")
         replayed = curve_of(self.folder, "replay")
         if self.shares is None:
             _lack("the replay", {step for step, _ in points - replayed.keys()})

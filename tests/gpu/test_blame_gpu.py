@@ -32,7 +32,7 @@ EXPERTS = shlex.split("""
 def started(folder: Path, *arguments: str, module: str = "snip_megatron.pretrain_gpt", **env: str) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*launcher, "-m", module, *LLAMA, *arguments],
         capture_output=True,
         text=True,
@@ -42,8 +42,8 @@ def started(folder: Path, *arguments: str, module: str = "snip_megatron.pretrain
         env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
         | {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path)), **env},
     )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return done
+    assert process.returncode == 0, (process.stdout + process.stderr)[-4000:]
+    return process
 
 
 def blamed(folder: Path, step: int, *arguments: str, **how: str) -> dict[str, Any]:

@@ -61,8 +61,8 @@ def test_bits_of_hard_matrices(fmt: Format) -> None:
         if amax is not None:
             x[:64] = x[64:128]
         spec = OperandSpec(fmt, fmt, amax=amax, rotation=Rotation(seed, amax))
-        found, expected = quantize_exact(x, spec), reference.quantize_exact(x, spec)
-        for side, one, other in zip(("row", "col"), found, expected, strict=True):
+        actual, expected = quantize_exact(x, spec), reference.quantize_exact(x, spec)
+        for side, one, other in zip(("row", "col"), actual, expected, strict=True):
             known = ~other.dequantize().isnan()
             assert torch.equal(~one.dequantize().isnan(), known), (side, seed)
             same = one.values.view(torch.int16) == other.values.view(torch.int16)
@@ -90,8 +90,8 @@ def test_gemms_add_nothing_to_what_quantisation_did(
         (backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32), exact_w),
         (backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32, torch.zeros(n, k, device="cuda")), exact_w),
     )
-    for index, (found, expected) in enumerate(products):
-        assert float((found.double() - expected).norm() / expected.norm()) < 1e-6, index
+    for index, (actual, expected) in enumerate(products):
+        assert float((actual.double() - expected).norm() / expected.norm()) < 1e-6, index
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)

@@ -231,19 +231,19 @@ Trained = Callable[..., Family]
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     """The trainings that the chosen tests look at. One that fails, fails these tests."""
     chosen = [each.callspec.params for each in request.session.items if each.path == Path(__file__)]  # type: ignore[attr-defined]
-    wanted = {(each["family"], name) for each in chosen for name in (each["whole"], each["name"])}
-    wanted |= {(family, load) for family, name in wanted if (load := TRAININGS[name][1]) is not None}
+    expected = {(each["family"], name) for each in chosen for name in (each["whole"], each["name"])}
+    expected |= {(family, load) for family, name in expected if (load := TRAININGS[name][1]) is not None}
     families, runs = {}, {}
     can_fork()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for family in [*FAMILIES, *ON_TWO]:
-            if lacking(family) or not any(each == family for each, _ in wanted):
+            if lacking(family) or not any(each == family for each, _ in expected):
                 continue
             families[family] = Family(tmp_path_factory.mktemp(family), family)
         # Those that wait for another's checkpoint or map come last.
         for later in (False, True):
             for (family, of), (name, (_, load)) in itertools.product(families.items(), TRAININGS.items()):
-                if (family, name) in wanted and (load is not None) == later:
+                if (family, name) in expected and (load is not None) == later:
                     runs[family, name] = pool.submit(of.train, name, runs.get((family, load)))
 
         def succeeded(family: str, *names: str) -> Family:
@@ -275,17 +275,17 @@ def of_family(family: str, names: list[str]) -> list[Any]:
 @pytest.mark.parametrize("whole", ["stock"])
 @pytest.mark.parametrize(("family", "name"), [each for family in NEAR for each in of_family(family, NEAR[family])])
 def test_maps_train_nearly_as_bf16(trained: Trained, family: str, whole: str, name: str) -> None:
-    found = trained(family, whole, name)
-    stock, mapped = found.losses(whole), found.losses(name)
+    result = trained(family, whole, name)
+    stock, mapped = result.losses(whole), result.losses(name)
     assert len(mapped) == STEPS
     assert stock[-1] < stock[0]
     assert mapped != stock
     ends = [sum(losses[-5:]) / 5 for losses in (stock, mapped)]
     assert abs(ends[1] - ends[0]) < 0.01 * (stock[0] - stock[-1])  # of what was learnt: what is left is near 0
     if UPDATED in TRAININGS[name][0]:
-        assert found.adoptions(name) == 2
-        assert "stays bf16" not in found.stdout(name)
-        assert (found.found[name]["replays"][str(STEPS)] > 0) == ("graphs" in name)
+        assert result.adoptions(name) == 2
+        assert "stays bf16" not in result.stdout(name)
+        assert (result.found[name]["replays"][str(STEPS)] > 0) == ("graphs" in name)
 
 
 @pytest.mark.parametrize(
@@ -298,11 +298,11 @@ def test_maps_train_nearly_as_bf16(trained: Trained, family: str, whole: str, na
 )
 def test_trainings_are_alike_bit_for_bit(trained: Trained, family: str, whole: str, name: str) -> None:
     """Stock and an all-bf16 map, from the start and from each other's checkpoints; updated maps."""
-    found = trained(family, whole, name).found
+    result = trained(family, whole, name).found
     first = 1 if TRAININGS[name][1] is None else SAVED + 1
     for figures in ("losses", "grad_norms"):
-        part = found[name][figures]
+        part = result[name][figures]
         assert sorted(map(int, part)) == list(range(first, STEPS + 1))
-        differ = [step for step in part if part[step] != found[whole][figures][step]]
+        differ = [step for step in part if part[step] != result[whole][figures][step]]
         assert not differ, f"{figures} of {name} differ from {whole}'s in {len(differ)} steps, first in {differ[0]}"
-    assert found[name]["weights"] == found[whole]["weights"]
+    assert result[name]["weights"] == result[whole]["weights"]

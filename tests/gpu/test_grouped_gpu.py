@@ -36,9 +36,9 @@ needs_deepgemm = pytest.mark.skipif(why_not() is not None, reason=f"DeepGEMM {wh
 
 
 def products(n: int, k: int) -> GroupLoop:
-    found = select_backend("hopper").backend.grouped(n, k, torch.bfloat16)
-    assert isinstance(found, HopperGroups)
-    return found
+    result = select_backend("hopper").backend.grouped(n, k, torch.bfloat16)
+    assert isinstance(result, HopperGroups)
+    return result
 
 
 def draws(*shape: int, seed: int) -> Tensor:
@@ -87,11 +87,11 @@ def test_experts_have_any_number_of_rows(shape: tuple[int, int], formats: Any) -
     """Expert by expert, as where DeepGEMM is missing or a dimension is no multiple of 128."""
     (n, k), splits, backend = shape, [0, 1, 2, 3, 5, 37, 127, 128, 129, 260], select_backend("hopper").backend
     start = draws(len(splits), n, k, seed=3).float()
-    found, expected = (
+    actual, expected = (
         run(GroupLoop(each.quantize, each.multiply), n, k, splits, formats, list(start.clone().unbind(0)))
         for each in (backend, REFERENCE)
     )
-    close(found, expected)
+    close(actual, expected)
 
 
 @pytest.mark.parametrize("shape", [(512, 512), (512, 256)])
@@ -111,9 +111,9 @@ def test_wgrad_reads_nothing_beside_its_operands(shape: tuple[int, int], rows: i
             assert side.scale.isfinite().all()
         if where != "new memory":
             g, x = (side._replace(**{where: amid_nan(getattr(side, where))}) for side in (g, x))
-        found = backend.multiply(Gemm.WGRAD, g, x, torch.float32, out.zero_())
+        result = backend.multiply(Gemm.WGRAD, g, x, torch.float32, out.zero_())
         exact = g.dequantize().double() @ x.dequantize().double().t()
-        assert (found.double() - exact).norm() <= 5e-3 * exact.norm()
+        assert (result.double() - exact).norm() <= 5e-3 * exact.norm()
 
 
 def amid_nan(tensor: Tensor) -> Tensor:
@@ -144,9 +144,9 @@ def test_rows_without_padding_give_what_padded_copies_give(splits: tuple[int, ..
         wgrads = []
         for alone, spec in ((x, OperandSpec(fmt, BF16)), (g, OperandSpec(fmt, BF16, keys=keys))):
             sides = made.quantize_unpadded(alone, rows, spec), made.quantize_rows(rows.pad(alone), rows, spec)
-            found, expected = (row.matrix for row, _ in sides)
-            assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
-            assert torch.equal(found.scale, expected.scale)
+            actual, expected = (row.matrix for row, _ in sides)
+            assert torch.equal(actual.values.view(torch.uint8), expected.values.view(torch.uint8))
+            assert torch.equal(actual.scale, expected.scale)
             wgrads.append([col for _, col in sides])
         start = draws(len(splits), n, k, seed=3).float()
         exact = start.double()
@@ -185,12 +185,12 @@ def test_an_mlp_of_experts_without_padding() -> None:
     problem = Problem((512, 256, 8, 1200), "cuda", ragged=True)
     problem.splits = [3, 0, 300, 513, 128, 1, 0, 255]
     formats = (FP8, FP8, BF16)
-    found = []
+    result = []
     for chosen in ((formats, formats), ((BF16, BF16, BF16), (BF16, BF16, FP8))):
         problem.clear()
         y = snip_step(problem, chosen)()
-        found.append([y.detach(), *(t.clone() for t in problem.results.values())])
-    for actual, exact in zip(*found, strict=True):
+        result.append([y.detach(), *(t.clone() for t in problem.results.values())])
+    for actual, exact in zip(*result, strict=True):
         assert (actual.double() - exact.double()).norm() <= 0.12 * exact.double().norm()
 
 
@@ -220,13 +220,13 @@ def test_listed_kernels_are_compiled_in_another_process_and_products_start_no_nv
     nvcc.chmod(0o755)
     caches = {"DG_JIT_CACHE_DIR": str(tmp_path / "dg"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
     inherited = {name: value for name, value in os.environ.items() if name != "SNIP_NVCC"}  # set by an earlier test
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300,
         env={**inherited, **caches, "DG_JIT_NVCC_COMPILER": str(nvcc)},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    checked, compiled, measured = map(int, done.stdout.split("calls of nvcc")[1].split())
+    assert process.returncode == 0, process.stderr[-3000:]
+    checked, compiled, measured = map(int, process.stdout.split("calls of nvcc")[1].split())
     assert checked == 0  # nothing is compared with cuBLASLt yet
     assert compiled >= checked + 3  # two grouped products and a dense one, or two
     assert measured == compiled
-    assert "compilation failed" not in done.stdout
+    assert "compilation failed" not in process.stdout

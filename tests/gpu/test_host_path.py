@@ -42,14 +42,14 @@ def operands(t: int, n: int, k: int, seed: int) -> tuple[Tensor, Tensor]:
 def step(backend: GemmBackend, shape: tuple[int, int, int], formats: Formats) -> list[Tensor]:
     """Y and ∂L/∂X of each microbatch, then main_grad. The weight is quantised in the first one."""
     t, n, k = shape
-    linear, found = Linear(backend, n, k, formats), []
+    linear, result = Linear(backend, n, k, formats), []
     for microbatch in range(MICROBATCHES):
         x, g = operands(t, n, k, microbatch)
         y = linear(x)
         y.backward(g)
         assert x.grad is not None
-        found += [y.detach(), x.grad]
-    return [*found, linear.weight.main_grad]
+        result += [y.detach(), x.grad]
+    return [*result, linear.weight.main_grad]
 
 
 def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -59,7 +59,7 @@ def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def replays(backend: GemmBackend) -> dict[str, int]:
-    return {name: found.replays for name, found in backend.replayed.items()}
+    return {name: result.replays for name, result in backend.replayed.items()}
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids=str)

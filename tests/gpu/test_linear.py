@@ -60,9 +60,9 @@ def test_signal_to_noise_of_output_and_gradients(
     w, xd = linear.weight.detach().double(), x.detach().double()
     exact = (xd @ w.t(), g.double() @ w, g.double().t() @ xd)
     assert x.grad is not None
-    for fmt, expected, found in zip(formats, exact, (y.detach(), x.grad, linear.weight.main_grad), strict=True):
+    for fmt, expected, actual in zip(formats, exact, (y.detach(), x.grad, linear.weight.main_grad), strict=True):
         margin = 3.0 if m < 128 else 0.0  # few tokens: a scale a token in wgrad, and little to average over
-        assert decibel(expected, found) > FLOOR[fmt] - margin, fmt
+        assert decibel(expected, actual) > FLOOR[fmt] - margin, fmt
 
 
 @pytest.mark.parametrize("fmt", [FP8, FP4, TENSOR])
@@ -83,10 +83,10 @@ def test_gemms_add_nothing_to_what_quantisation_did(
         (g_col, x_col, backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32)),
         (g_col, x_col, backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32, torch.zeros(n, k, device="cuda"))),
     )
-    for index, (a, b, found) in enumerate(products):
+    for index, (a, b, result) in enumerate(products):
         exact = a.dequantize().double() @ b.dequantize().double().t()
         bound = FAST_ERROR if fmt is TENSOR and index < 2 else GEMM_ERROR[fmt]
-        assert relative_error(exact, found) < bound, index
+        assert relative_error(exact, result) < bound, index
 
 
 @pytest.mark.parametrize("fmt", [FP8, FP4, TENSOR, BF16])
@@ -126,8 +126,8 @@ def test_stochastic_rounding_of_gradients_is_unbiased(backend: GemmBackend) -> N
         gw.append(backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32).double())
     expected_d = g.double() @ w_col.dequantize().double().t()
     expected_gw = g.double().t() @ x_col.dequantize().double().t()
-    for found, expected in ((d, expected_d), (gw, expected_gw)):
-        error = torch.stack(found) - expected
+    for actual, expected in ((d, expected_d), (gw, expected_gw)):
+        error = torch.stack(actual) - expected
         mean, spread = error.mean(0), error.std(0) / draws**0.5
         z = mean / spread
         assert abs(float(z.mean())) < 10 / math.sqrt(z.numel())  # standard errors; elements of a row share draws

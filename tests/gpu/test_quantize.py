@@ -31,8 +31,8 @@ def assert_same(found: Operand, expected: Operand, drawn: float = 0.0) -> None:
 
 
 def check(x: torch.Tensor, spec: OperandSpec) -> None:
-    found, expected = quantize_operands(x, spec), operands.quantize_operands(x, spec)
-    for one, other in zip(found, expected, strict=True):
+    actual, expected = quantize_operands(x, spec), operands.quantize_operands(x, spec)
+    for one, other in zip(actual, expected, strict=True):
         assert_same(one, other, 0.0 if spec.keys is None else 1e-5)
 
 
@@ -56,15 +56,15 @@ def test_a_captured_graph_finds_the_amax_of_what_is_there() -> None:
     quantize_operands(x, WHOLE)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = quantize_operands(x, WHOLE)
+        actual = quantize_operands(x, WHOLE)
     for source in (numbers, spoilt, numbers / 64, numbers * 4):
         x.copy_(source)
         graph.replay()
         expected = operands.quantize_operands(source, WHOLE)
         if source is spoilt:
-            assert found[0].scale.isnan().all()
+            assert actual[0].scale.isnan().all()
         else:
-            for one, other in zip(found, expected, strict=True):
+            for one, other in zip(actual, expected, strict=True):
                 assert_same(one, other)
 
 

@@ -38,21 +38,21 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-4
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_tensor_sums(kernels: ModuleType, shape: tuple[int, int], stochastic: bool) -> None:
     x = activations(*shape)
-    found, expected = (module.tensor_sums(x, FORMATS, stochastic=stochastic) for module in (kernels, reference))
+    actual, expected = (module.tensor_sums(x, FORMATS, stochastic=stochastic) for module in (kernels, reference))
     for name in ("rows", "cols", "row_errors", "col_errors"):
-        assert_close(getattr(found, name), getattr(expected, name))
+        assert_close(getattr(actual, name), getattr(expected, name))
     again = kernels.tensor_sums(x, FORMATS, stochastic=stochastic)
     for name in ("rows", "cols", "row_errors", "col_errors"):
-        assert torch.equal(getattr(found, name), getattr(again, name))
+        assert torch.equal(getattr(actual, name), getattr(again, name))
 
 
 @pytest.mark.parametrize("shape", [(2048, 5120), (333, 777)])
 def test_inner_products_with_errors(kernels: ModuleType, shape: tuple[int, int]) -> None:
     """FP32, whose quotients are hardly ever ties: there the sign of an error is anyone's."""
     x, d = torch.randn(shape, device="cuda"), activations(*shape, seed=1)
-    found, expected = (module.tensor_sums(x, FORMATS, d=d).dots for module in (kernels, reference))
+    actual, expected = (module.tensor_sums(x, FORMATS, d=d).dots for module in (kernels, reference))
     size = expected.square().mean(1, keepdim=True).sqrt()  # single dots may be close to zero
-    assert ((found - expected) / size).square().mean() < 1e-4
+    assert ((actual - expected) / size).square().mean() < 1e-4
 
 
 def test_weight_output_and_plain_sums(kernels: ModuleType) -> None:
@@ -86,10 +86,10 @@ def recorded(device: str) -> LinearRecorder:
 
 
 def test_a_recorder_on_the_gpu_measures_what_one_on_the_cpu_does() -> None:
-    found, expected = recorded("cuda"), recorded("cpu")
+    result, expected = recorded("cuda"), recorded("cpu")
     for name, value in expected.sums.items():
-        actual = found.sums[name].cpu()
+        actual = result.sums[name].cpu()
         # fp8 GEMMs accumulate with an error of 1.3e-4 of Y, 1e-3 under one scale a tensor; d2 is a bf16 product's.
         torch.testing.assert_close(actual, value, rtol=5e-3 if name in ("e2", "d2") else 1e-4, atol=0, msg=name)
-    c2, wanted = found.dots[0].squared().cpu(), expected.dots[0].squared()
-    torch.testing.assert_close(c2, wanted, rtol=2e-2, atol=0)
+    c2, reference = result.dots[0].squared().cpu(), expected.dots[0].squared()
+    torch.testing.assert_close(c2, reference, rtol=2e-2, atol=0)

@@ -74,5 +74,5 @@ def test_operands_with_one_scale_are_those_of_the_unfused_sequence(
     expected = STOCK.backward(d, y)
     assert decibel(g, expected) > 60
     assert amax == g.abs().amax()
-    found = backend.quantize(g, OperandSpec(*formats, keys=keys, amax=amax))
-    assert_close(found, backend.quantize(expected, OperandSpec(*formats, keys=keys)))
+    actual = backend.quantize(g, OperandSpec(*formats, keys=keys, amax=amax))
+    assert_close(actual, backend.quantize(expected, OperandSpec(*formats, keys=keys)))

@@ -39,9 +39,9 @@ def train(folder: Path, *extra: str) -> str:
                "snip_megatron.pretrain_gpt", *TRAINING, *saved, *extra]  # fmt: skip
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    return process.stdout
 
 
 def test_a_training_times_its_gemms_and_a_resume_has_the_same(tmp_path: Path) -> None:

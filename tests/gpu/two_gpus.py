@@ -15,9 +15,9 @@ def run_on_two_gpus(function: Callable[[int], None]) -> None:
     """Run ``function(rank)`` in a process for each GPU, or skip the test without two GPUs."""
     if torch.cuda.device_count() < RANKS:
         pytest.skip("needs two GPUs")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as result:
+        result.bind(("127.0.0.1", 0))
+        port = result.getsockname()[1]
     mp.spawn(_run, args=(port, function), nprocs=RANKS)
 
 

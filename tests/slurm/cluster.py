@@ -103,9 +103,9 @@ class Cluster:
 
     def run(self, *command: object, timeout: float = 60) -> str:
         """Run one of SLURM's commands. Returns its output; raises AssertionError with what it said if it fails."""
-        done = self.attempt(*command, timeout=timeout)
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-        return done.stdout
+        process = self.attempt(*command, timeout=timeout)
+        assert process.returncode == 0, f"{command}: {process.stdout}{process.stderr}"
+        return process.stdout
 
     def attempt(self, *command: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run one of SLURM's commands, which may fail."""
@@ -142,7 +142,7 @@ class Cluster:
 
     def _processes(self, node: str | None = None) -> set[psutil.Process]:
         """All processes of jobs, on one node or on all. Each but SLURM's own inherits the name of its node."""
-        found: set[psutil.Process] = set()
+        result: set[psutil.Process] = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 environment = process.environ()
@@ -150,8 +150,8 @@ class Cluster:
                     continue
                 if "SLURMD_NODENAME" in environment and node in (None, environment["SLURMD_NODENAME"]):
                     parents = process.parents()
-                    found |= {process, *(each for each in parents if each.name().startswith("slurmstepd"))}
-        return found
+                    result |= {process, *(each for each in parents if each.name().startswith("slurmstepd"))}
+        return result
 
     def _configure(self) -> None:
         folder = self.folder
@@ -196,16 +196,16 @@ class Cluster:
     def _try_a_job(self) -> None:
         """A machine may let the daemons run and still forbid what they need for a job."""
         whole = ("--wait", f"--nodes={len(NODES)}", "--gpus-per-node=1", "--output=/dev/null", "--chdir=/")
-        done = self.attempt("sbatch", *whole, "--wrap=srun true")
-        if done.returncode:
-            said = " ".join((done.stdout + done.stderr).split())
+        process = self.attempt("sbatch", *whole, "--wrap=srun true")
+        if process.returncode:
+            said = " ".join((process.stdout + process.stderr).split())
             raise CannotStart(f"a job of two nodes fails: {said} {self._last_errors()}")
 
     def _wait_until_idle(self) -> None:
         deadline = time.monotonic() + _START_S
-        while set(found := self.attempt("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()) != {"idle"}:
+        while set(result := self.attempt("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()) != {"idle"}:
             if time.monotonic() > deadline:
-                raise CannotStart(f"nodes are {found or 'unknown'} after {_START_S:g} s: {self._last_errors()}")
+                raise CannotStart(f"nodes are {result or 'unknown'} after {_START_S:g} s: {self._last_errors()}")
             time.sleep(0.2)
 
     def _daemon(self, name: str, *arguments: str) -> None:
@@ -215,13 +215,13 @@ class Cluster:
         log = self.folder / f"{name}.start"
         with log.open("ab") as output:  # no pipe: the daemon may keep it open
             try:
-                done = subprocess.run(
+                process = subprocess.run(
                     [program, *arguments], stdout=output, stderr=output, stdin=subprocess.DEVNULL,
                     env=self.environment, timeout=_START_S, cwd=self.folder,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
                 raise CannotStart(f"{name} does not start: no end in {_START_S:g} s") from None
-        if done.returncode:
+        if process.returncode:
             raise CannotStart(f"{name} does not start: {' '.join(log.read_text().split())[-300:]}")
 
     def _last_errors(self) -> str:
@@ -242,8 +242,8 @@ def _program(name: str) -> str | None:
 def _version() -> tuple[int, int]:
     program = _program("slurmctld")
     assert program is not None
-    found = re.search(r"(\d+)\.(\d+)", subprocess.run([program, "-V"], capture_output=True, text=True).stdout)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    result = re.search(r"(\d+)\.(\d+)", subprocess.run([program, "-V"], capture_output=True, text=True).stdout)
+    return (int(result[1]), int(result[2])) if result else (0, 0)
 
 
 def _clean_environment() -> dict[str, str]:

@@ -15,9 +15,9 @@ def test_a_training_goes_on_after_a_lost_node_and_a_preemption(cluster: Cluster,
     run directory. The nodes' names do not resolve. A data loader has workers, to which SLURM sends SIGTERM too.
     The script reads the time of the preemption, whatever format the user has chosen for times.
     """
-    given = ("--train-iters", 100000, "--eval-iters", 0, "--num-workers", 1, "--save-interval", 100000)
-    given += ("--snip-first-update", 2, "--snip-lag", 4)
-    job = Training(cluster, tmp_path, *given, environment={"SLURM_TIME_FORMAT": "%a %H:%M"})
+    arguments = ("--train-iters", 100000, "--eval-iters", 0, "--num-workers", 1, "--save-interval", 100000)
+    arguments += ("--snip-first-update", 2, "--snip-lag", 4)
+    job = Training(cluster, tmp_path, *arguments, environment={"SLURM_TIME_FORMAT": "%a %H:%M"})
     job.wait_for("an adoption", lambda: '"adopt"' in events_text(job))
     cluster.lose(NODES[1])
     try:

@@ -86,7 +86,7 @@ def test_norm_and_linear_are_those_of_torch(normalization: str, zero_centered: b
     y, bias = linear(x)
     assert bias is linear.bias
     y.square().sum().backward()
-    found = [x.grad, *(p.grad for p in linear.parameters() if p is not bias)]
+    actual = [x.grad, *(p.grad for p in linear.parameters() if p is not bias)]
 
     gamma = linear.layer_norm_weight + float(zero_centered)
     own = x.detach().requires_grad_()
@@ -97,8 +97,8 @@ def test_norm_and_linear_are_those_of_torch(normalization: str, zero_centered: b
     )
     expected = functional.linear(normed, linear.weight)
     torch.testing.assert_close(y, expected)
-    wanted = [own, *(p for p in linear.parameters() if p is not bias)]
-    for mine, theirs in zip(found, torch.autograd.grad(expected.square().sum(), wanted), strict=True):
+    reference = [own, *(p for p in linear.parameters() if p is not bias)]
+    for mine, theirs in zip(actual, torch.autograd.grad(expected.square().sum(), reference), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 

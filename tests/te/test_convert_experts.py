@@ -60,7 +60,7 @@ def test_the_stock_modules_keep_all_but_their_class() -> None:
 
 def mlp(experts: Any, x: Tensor, splits: list[int], probs: Tensor) -> Tensor:
     """The MLP of every expert by torch, with biases."""
-    found = []
+    result = []
     for e, (rows, p) in enumerate(zip(x.split(splits), probs.split(splits), strict=True)):
         fc1, fc2 = (
             [getattr(linear, f"{kind}{e}") for kind in ("weight", "bias")]
@@ -68,8 +68,8 @@ def mlp(experts: Any, x: Tensor, splits: list[int], probs: Tensor) -> Tensor:
         )
         gate, up = (rows @ fc1[0].t() + (fc1[1] if len(fc1[1]) else 0)).chunk(2, dim=-1)
         hidden = (functional.silu(gate) * up * p[:, None]).to(x.dtype)
-        found.append(hidden @ fc2[0].t() + (fc2[1] * p[:, None] if len(fc2[1]) else 0))
-    return torch.cat(found)
+        result.append(hidden @ fc2[0].t() + (fc2[1] * p[:, None] if len(fc2[1]) else 0))
+    return torch.cat(result)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -91,10 +91,10 @@ def test_experts_are_those_of_torch(bias: bool) -> None:
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     weight = torch.randn_like(y)
     parameters = [x, *experts.parameters()]
-    for found, exact in zip(
+    for actual, exact in zip(
         torch.autograd.grad(y, parameters, weight), torch.autograd.grad(expected, parameters, weight), strict=True
     ):
-        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-4)
 
 
 class Noting:
@@ -136,8 +136,8 @@ def test_rows_are_padded_once_an_mlp(backwards: bool, fused: bool) -> None:
     weight = torch.randn_like(y)
     exact = torch.autograd.grad(expected, [x, probs, *experts.parameters()], weight)
     y.backward(weight)
-    found = [x.grad, probs.grad, *(parameter.main_grad for parameter in experts.parameters())]
-    for actual, real in zip((y, *found), (expected, *exact), strict=True):
+    result = [x.grad, probs.grad, *(parameter.main_grad for parameter in experts.parameters())]
+    for actual, real in zip((y, *result), (expected, *exact), strict=True):
         assert actual is not None
         assert (actual.float() - real.float()).norm() <= 0.1 * real.float().norm()
     assert activations.called == (["quantize_swiglu", "quantize_swiglu_gradient"] if fused else [])
@@ -145,7 +145,7 @@ def test_rows_are_padded_once_an_mlp(backwards: bool, fused: bool) -> None:
 
 def test_weights_are_quantised_while_the_host_would_wait_for_numbers_of_rows() -> None:
     chunk, registry = converted(Format.FP8, params_dtype=torch.bfloat16, bias_activation_fusion=True, **SWIGLU)
-    layer, seen = chunk.decoder.layers[0].mlp, []
+    layer, calls = chunk.decoder.layers[0].mlp, []
     for handle in registry:
         handle.state.formats = (Format.FP8, Format.FP8, Format.BF16)
 
@@ -154,7 +154,7 @@ def test_weights_are_quantised_while_the_host_would_wait_for_numbers_of_rows() -
 
         @staticmethod
         def quantize_group_blocks(w: Tensor, spec: Any, cached: Any) -> Any:
-            seen.append("weights")
+            calls.append("weights")
             return operands.quantize_group_blocks(w, spec, cached)
 
     registry.context.backend = hopper(Quantizers, activations=swiglu, groups=emulated_grouped)
@@ -164,11 +164,11 @@ def test_weights_are_quantised_while_the_host_would_wait_for_numbers_of_rows() -
     rows, of_rows = (
         torch.cat([each[chosen] for each, chosen in zip(of, routes.t(), strict=True)]) for of in ([x] * 4, probs.t())
     )
-    with mock.patch("torch.Tensor.cpu", lambda numbers: seen.append("numbers") or numbers):
+    with mock.patch("torch.Tensor.cpu", lambda numbers: calls.append("numbers") or numbers):
         y, _ = layer.routed_experts_compute(x, probs)
-    assert seen == ["weights", "weights", "numbers"]
+    assert calls == ["weights", "weights", "numbers"]
     again, _ = layer.experts(rows, routes.sum(0), of_rows)
-    assert seen == ["weights", "weights", "numbers"]
+    assert calls == ["weights", "weights", "numbers"]
     assert torch.equal(y, layer.token_dispatcher.combine_preprocess(again))
 
 

@@ -49,10 +49,10 @@ def forwards_end_at_quantizers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 def quantizers(module: Any) -> dict[str, tuple[Any, Any]]:
     """Tensor → its quantizers of the rowwise and of the columnwise representation."""
-    found = dict(zip(("input", "weight"), module.quantizers["scaling_fwd"], strict=False))
-    found["grad_output"] = module.quantizers["scaling_bwd"][0]
+    result = dict(zip(("input", "weight"), module.quantizers["scaling_fwd"], strict=False))
+    result["grad_output"] = module.quantizers["scaling_bwd"][0]
     halves = ("rowwise_quantizer", "columnwise_quantizer")
-    return {name: tuple(getattr(each, half, each) for half in halves) for name, each in found.items()}
+    return {name: tuple(getattr(each, half, each) for half in halves) for name, each in result.items()}
 
 
 def test_quantizers_are_those_of_the_map_and_of_the_next_one() -> None:

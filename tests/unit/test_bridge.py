@@ -77,8 +77,8 @@ def test_the_example_trains(bridge: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(EXAMPLE)]
     command += ["--steps", "5", "--snip", "--snip-budget", "fp4=0.5", "--snip-first-update", "2", "--snip-lag", "1"]
     command += ["--snip-update-interval", "8", "--snip-wait", "100", "--snip-dir", str(tmp_path / "run")]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    process = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
+    assert process.returncode == 0, process.stderr[-4000:]
     run = load_run(tmp_path / "run")
     assert [adoption.step for adoption in run.adoptions] == [3]
     assert run.adoptions[0].precision_map.achieved >= 0.5

@@ -59,11 +59,11 @@ def test_a_step_is_summed_by_kind(tmp_path: Path) -> None:
     names += ["cudaStreamSynchronize", "cudaMemcpy", "cudaDeviceSynchronize", "cudaStreamWaitEvent"]
     host = host_of(names, 0.875, waits=1)
     (tmp_path / FILE).write_text(json.dumps([rows, [*gaps_between(times), ("a", "c", 1.0)], host]))
-    found = summary(tmp_path)
-    assert found is not None
-    assert found["host"] == {"busy": 0.875, "synchronisations": 2, "launches": 4}
-    assert found["ms"] == {"quantisation": 4.0, "gemm": 2.0, "other": 0.25}
-    assert found["longest"][0] == {"kernel": "tile_kernel", "launches": 2, "ms": 4.0}
-    assert found["idle"] == 7.0
-    assert found["waits"][0] == {"after": "c", "before": "d", "times": 1, "ms": 3.0}
-    assert found["waits"][1] == {"after": "a", "before": "c", "times": 2, "ms": 2.0}
+    result = summary(tmp_path)
+    assert result is not None
+    assert result["host"] == {"busy": 0.875, "synchronisations": 2, "launches": 4}
+    assert result["ms"] == {"quantisation": 4.0, "gemm": 2.0, "other": 0.25}
+    assert result["longest"][0] == {"kernel": "tile_kernel", "launches": 2, "ms": 4.0}
+    assert result["idle"] == 7.0
+    assert result["waits"][0] == {"after": "c", "before": "d", "times": 1, "ms": 3.0}
+    assert result["waits"][1] == {"after": "a", "before": "c", "times": 2, "ms": 2.0}

@@ -108,8 +108,8 @@ def test_the_output_may_be_changed_in_place(context: StepContext) -> None:
         own = x.detach().requires_grad_()
         change(linear._forward_impl(input=own, weight=linear.weight)).backward(g)
         gradients.append((own.grad, linear.weight.grad))
-    for expected, found in zip(*gradients, strict=True):
-        assert torch.equal(expected, found)
+    for expected, actual in zip(*gradients, strict=True):
+        assert torch.equal(expected, actual)
 
 
 def test_a_weight_that_is_changed_before_the_backward_is_refused(context: StepContext) -> None:
@@ -282,9 +282,9 @@ def test_a_training_forward_that_is_recomputed_keeps_its_map_beside_validation_i
     """Under recomputation, the first forward of a training step has no gradients, like that of a validation."""
     linear = our_linear(context, (FP4, FP4, FP4), 96, 64, dtype=torch.bfloat16)
     x, _ = operands(8, 2, 96, 64, torch.bfloat16)
-    wanted = linear(x)[0]
+    expected = linear(x)[0]
     context.bf16_eval = True
-    assert torch.equal(checkpoint(linear, x, use_reentrant=True)[0], wanted)
+    assert torch.equal(checkpoint(linear, x, use_reentrant=True)[0], expected)
 
 
 def test_a_probe_runs_in_bf16_and_shows_its_recorder_the_operands(context: StepContext) -> None:
@@ -347,9 +347,9 @@ def test_a_forced_format_is_the_map_s_and_draws_the_bits_of_its_microbatch() -> 
     handle = linear(torch.float32, context)
     x, g = operands(S, B, N, K, torch.float32)
     for microbatch in (0, 2):
-        found = forced_pass(handle, Override((FP4,) * 3, microbatch), x, g)
+        actual = forced_pass(handle, Override((FP4,) * 3, microbatch), x, g)
         expected = reference(x, handle.weight, g, (FP4,) * 3, context, microbatch * 2 + 1)
-        for name, a, b in zip(("y", "d", "gw"), found, expected, strict=True):
+        for name, a, b in zip(("y", "d", "gw"), actual, expected, strict=True):
             torch.testing.assert_close(a.reshape(b.shape).double(), b, rtol=2e-5, atol=2e-6, msg=name)
     draws = [forced_pass(handle, Override((FP4,) * 3, m), x, g)[2] for m in (0, 2)]
     assert not torch.equal(*draws)
@@ -371,14 +371,14 @@ def test_nothing_forced_is_the_plain_linear_with_wgrad_in_fp32() -> None:
 def test_the_first_order_term_is_that_of_the_forced_output(dtype: torch.dtype) -> None:
     handle = linear(dtype, StepContext())
     x, g = operands(S, B, N, K, dtype)
-    found: list[torch.Tensor] = []
-    plain = forced_pass(handle, Override(compare=Format.FP4, report=found.append), x, g)
+    actual: list[torch.Tensor] = []
+    plain = forced_pass(handle, Override(compare=Format.FP4, report=actual.append), x, g)
     for a, b in zip(plain, forced_pass(handle, Override(), x, g), strict=True):
         assert torch.equal(a, b)  # comparing changes nothing
     forced = forced_pass(handle, replace(Override(), formats=(Format.FP4, Format.BF16, Format.BF16)), x, g)
     expected = (g.double() * (forced[0].double() - plain[0].double())).sum()
-    assert len(found) == 1
-    torch.testing.assert_close(found[0], expected, rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=1e-12)
+    assert len(actual) == 1
+    torch.testing.assert_close(actual[0], expected, rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=1e-12)
 
 
 def test_the_backend_of_a_pass_multiplies_in_it_alone() -> None:

@@ -81,14 +81,14 @@ def expected(experts: Experts, x: Tensor, g: Tensor, splits: Sequence[int], form
             options |= {"rounding": "stochastic", "seed": seed}
         return fake_quantize(t, fmt, **options).double()
 
-    found: list[list[Tensor]] = [[], [], []]
+    actual: list[list[Tensor]] = [[], [], []]
     rows = x.detach().split(list(splits)), g.split(list(splits))
     for e, (w, xs, gs) in enumerate(zip(experts.parameters(), *rows, strict=True)):
-        found[0].append(quantised(xs, fprop) @ quantised(w.detach(), fprop, block=True).t())
+        actual[0].append(quantised(xs, fprop) @ quantised(w.detach(), fprop, block=True).t())
         of_w = quantised(w.detach(), dgrad, block=True, axis=0)
-        found[1].append(quantised(gs, dgrad, Gemm.DGRAD, e) @ of_w)
-        found[2].append(quantised(gs, wgrad, Gemm.WGRAD, e, axis=0).t() @ quantised(xs, wgrad, axis=0))
-    return [torch.cat(found[0]), torch.cat(found[1]), torch.stack(found[2])]
+        actual[1].append(quantised(gs, dgrad, Gemm.DGRAD, e) @ of_w)
+        actual[2].append(quantised(gs, wgrad, Gemm.WGRAD, e, axis=0).t() @ quantised(xs, wgrad, axis=0))
+    return [torch.cat(actual[0]), torch.cat(actual[1]), torch.stack(actual[2])]
 
 
 @pytest.mark.parametrize(("splits", "formats"), CASES)
@@ -98,8 +98,8 @@ def test_three_products_of_every_expert(splits: tuple[int, ...], formats: Format
     y = experts(x, splits)
     y.backward(g)
     main_grads = torch.stack([weight.main_grad for weight in experts.parameters()])  # type: ignore[misc]
-    found = (y, x.grad, main_grads - 1)
-    for actual, exact, least in zip(found, expected(experts, x, g, splits, formats), (45, 45, 90), strict=True):
+    result = (y, x.grad, main_grads - 1)
+    for actual, exact, least in zip(result, expected(experts, x, g, splits, formats), (45, 45, 90), strict=True):
         assert actual.shape == exact.shape
         assert not exact.numel() or not exact.any() or decibel(exact, actual) > least
     assert [weight.grad for weight in experts.parameters()] == [None] * len(splits)
@@ -111,8 +111,8 @@ def test_rotated_operands_of_wgrad_give_the_gradient() -> None:
     experts, (x, g) = Experts(3, (NVFP4, NVFP4, NVFP4)), operands(splits)
     experts(x, splits).backward(g)
     exact = [t.double() for t in expected(experts, x, g, splits, (BF16, BF16, BF16))]
-    found = torch.stack([weight.main_grad for weight in experts.parameters()]) - 1  # type: ignore[misc]
-    assert decibel(exact[2], found) > 12
+    actual = torch.stack([weight.main_grad for weight in experts.parameters()]) - 1  # type: ignore[misc]
+    assert decibel(exact[2], actual) > 12
 
 
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (BF16, FP8, BF16), (FP8, BF16, FP8)], ids=str)
@@ -126,8 +126,8 @@ def test_weights_that_are_gathered_for_each_pass(formats: Formats) -> None:
         freed, weight.data = weight.data, weight.data.clone()
         freed.fill_(torch.nan)
     y.backward(g)
-    found = (y, x.grad, torch.stack([weight.grad for weight in experts.parameters()]))  # type: ignore[misc]
-    for actual, of_all in zip(found, exact, strict=True):
+    result = (y, x.grad, torch.stack([weight.grad for weight in experts.parameters()]))  # type: ignore[misc]
+    for actual, of_all in zip(result, exact, strict=True):
         assert decibel(of_all, actual) > 45
     assert all((weight.main_grad == 1).all() for weight in experts.parameters())  # type: ignore[attr-defined]
 
@@ -170,18 +170,18 @@ def test_a_probe_records_the_rows_of_each_expert() -> None:
     assert decibel(exact[1], x.grad) > 45
     rows = zip(x.split(list(splits)), g.split(list(splits)), x.grad.split(list(splits)), strict=True)
     for recorder, weight, (of_x, of_g, of_d) in zip(recorders, experts.parameters(), rows, strict=True):
-        for found, given in zip(recorder.tensors, (of_x, weight, of_g, of_d, of_d), strict=True):
-            assert torch.equal(found, given)
+        for actual, arguments in zip(recorder.tensors, (of_x, weight, of_g, of_d, of_d), strict=True):
+            assert torch.equal(actual, arguments)
 
 
 def mlp(x: Tensor, weights: Sequence[Tensor], probs: Tensor, splits: Sequence[int]) -> Tensor:
     """SwiGLU of the first half of ``weights`` times ``probs``, times the others, in float64."""
     first, second = weights[: len(splits)], weights[len(splits) :]
-    found = []
+    result = []
     for rows, factors, fc1, fc2 in zip(x.split(list(splits)), probs.split(list(splits)), first, second, strict=True):
         gate, up = (rows @ fc1.t()).chunk(2, -1)
-        found.append((torch.nn.functional.silu(gate) * up * factors[:, None]) @ fc2.t())
-    return torch.cat(found)
+        result.append((torch.nn.functional.silu(gate) * up * factors[:, None]) @ fc2.t())
+    return torch.cat(result)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +223,9 @@ def test_swiglu_times_probabilities_between_two_linears(of_fc1: Formats, of_fc2:
     exact_x, exact_probs = (t.detach().double().requires_grad_() for t in (x, probs))
     expected = mlp(exact_x, weights, exact_probs, splits)
     gradients = torch.autograd.grad(expected, [exact_x, exact_probs, *weights], g.double())
-    found = [weight.main_grad - 1 for weight in (*fc1.parameters(), *fc2.parameters())]  # type: ignore[operator]
+    result = [weight.main_grad - 1 for weight in (*fc1.parameters(), *fc2.parameters())]  # type: ignore[operator]
     least = 12 if FP4 in (*of_fc1, *of_fc2) else 20
-    for actual, exact in zip((y, x.grad, probs.grad, *found), (expected, *gradients), strict=True):
+    for actual, exact in zip((y, x.grad, probs.grad, *result), (expected, *gradients), strict=True):
         assert not exact.any() or decibel(exact.detach(), actual.detach()) > least
 
 
@@ -256,7 +256,7 @@ def test_what_a_graph_holds_gives_the_bits_of_the_path_that_counts_on_the_host(
                 weight.data = place.copy_(weight.data)
         firsts = [experts.handles[0] for experts in both]
         device = DeviceStep(firsts, [0, 0], torch.device("cpu")) if on_device else None
-        seen: list[Tensor] = []
+        records: list[Tensor] = []
         for step in range(2):
             for experts in both:
                 experts.context.step, experts.handles[0].state.backwards = step, 0
@@ -277,13 +277,13 @@ def test_what_a_graph_holds_gives_the_bits_of_the_path_that_counts_on_the_host(
                 y.backward(g)
                 assert x.grad is not None
                 assert probs.grad is not None
-                seen += [y.detach(), x.grad, probs.grad]
+                records += [y.detach(), x.grad, probs.grad]
             for weight in (*both[0].parameters(), *both[1].parameters()):
-                seen.append(weight.main_grad.clone())  # type: ignore[operator]
+                records.append(weight.main_grad.clone())  # type: ignore[operator]
                 weight.data -= (0.01 * weight.main_grad).bfloat16()  # type: ignore[operator]
-        results.append(seen)
-    for known, found in zip(*results, strict=True):
-        assert torch.equal(known, found)
+        results.append(records)
+    for known, result in zip(*results, strict=True):
+        assert torch.equal(known, result)
     assert not torch.equal(results[0][0], results[0][len(results[0]) // 2])
 
 
@@ -353,16 +353,16 @@ def test_a_measuring_pass_forces_the_format_of_all_experts_nudges_and_reports_th
 
 def test_gradients_that_only_tell_ddp_so_share_one_piece_of_memory() -> None:
     """They would take as much as all experts' weights. Autograd keeps them as they are, without a copy each."""
-    experts, seen = Experts(4, (FP8, FP8, FP8)), []
+    experts, calls = Experts(4, (FP8, FP8, FP8)), []
     for weight in experts.parameters():
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        weight.register_post_accumulate_grad_hook(lambda given: seen.append(given.grad))
+        weight.register_post_accumulate_grad_hook(lambda given: calls.append(given.grad))
     x, g = operands(UNEVEN)
     experts(x, UNEVEN).backward(g)
-    assert len({gradient.untyped_storage().data_ptr() for gradient in seen}) == 1
-    assert [gradient.shape for gradient in seen] == [(N, K)] * 4
+    assert len({gradient.untyped_storage().data_ptr() for gradient in calls}) == 1
+    assert [gradient.shape for gradient in calls] == [(N, K)] * 4
     assert all(weight.grad_added_to_main_grad for weight in experts.parameters())  # type: ignore[attr-defined]
-    assert len({id(gradient) for gradient in seen}) == 4
+    assert len({id(gradient) for gradient in calls}) == 4
 
 
 # -- padding ----------------------------------------------------------------------------------------------------------
@@ -373,11 +373,11 @@ def test_rows_stand_at_the_start_of_their_expert(splits: tuple[int, ...], backwa
     x = torch.randn(sum(splits), 4, requires_grad=True)
     padded = pad(x, rows)
     order = reversed(list(x.split(list(splits)))) if backwards else x.split(list(splits))
-    for found, expected in zip(padded.split(rows.tolist()), order, strict=True):
-        assert len(found) % 128 == 0
-        assert len(found) - len(expected) < 128
-        assert torch.equal(found[: len(expected)], expected)
-        assert not found[len(expected) :].any()
+    for actual, expected in zip(padded.split(rows.tolist()), order, strict=True):
+        assert len(actual) % 128 == 0
+        assert len(actual) - len(expected) < 128
+        assert torch.equal(actual[: len(expected)], expected)
+        assert not actual[len(expected) :].any()
     experts = [expert for expert, count in enumerate(rows) for _ in range(count)]
     assert rows.map.experts.tolist() == experts
     y = unpad(padded * 3, rows)

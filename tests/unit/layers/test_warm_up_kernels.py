@@ -23,11 +23,11 @@ BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
     ],
 )
 def test_every_pair_of_formats_is_there(options: tuple[tuple[Format, ...], ...]) -> None:
-    found = covering((options[0], options[1], options[2]), alike=False)
+    result = covering((options[0], options[1], options[2]), alike=False)
     for first, second in itertools.combinations(range(3), 2):
-        pairs = {(formats[first], formats[second]) for formats in found}
+        pairs = {(formats[first], formats[second]) for formats in result}
         assert pairs == set(itertools.product(options[first], options[second]))
-    assert len(found) <= max(len(a) * len(b) for a, b in itertools.combinations(options, 2)) + 1
+    assert len(result) <= max(len(a) * len(b) for a, b in itertools.combinations(options, 2)) + 1
 
 
 def test_linears_with_one_format_have_no_pairs() -> None:

@@ -160,8 +160,8 @@ def test_passes_that_are_not_training_leave_keys_and_weights_alone() -> None:
     registry.context.override = None
     assert linear.snip.state.graphed.weight.operands is sides
     assert torch.equal(sides[0].values.view(torch.uint8), values.view(torch.uint8))
-    for found, expected in zip(linear.snip.state.graphed.next_keys(), first, strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(linear.snip.state.graphed.next_keys(), first, strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_a_validation_sees_the_weights_that_a_step_left() -> None:
@@ -169,9 +169,9 @@ def test_a_validation_sees_the_weights_that_a_step_left() -> None:
     train(linear, registry, steps=1)
     x, _ = operands(32, 2, 128, 256, torch.bfloat16)
     with torch.no_grad():
-        found = linear(x)[0]
+        result = linear(x)[0]
     fresh, other = registered(HOPPER, (FP8, FP8, FP8), device=False)
     fresh.weight.data.copy_(linear.weight.data)
     other.start_step(1)
     with torch.no_grad():
-        assert torch.equal(found, fresh(x)[0])
+        assert torch.equal(result, fresh(x)[0])

@@ -99,17 +99,17 @@ def test_only_snip_refuses_a_newer_release_that_lacks_a_name(
     script = tmp_path / "own.py"
     script.write_text(ANOTHER_RELEASE)
     command = [sys.executable, *start, str(script), *(["--snip"] if snip else [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("own: ")]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    lines = [line for line in process.stderr.splitlines() if line.startswith("own: ")]
     if snip:
-        assert done.returncode == 2, done.stderr
+        assert process.returncode == 2, process.stderr
         newer = f"own: megatron-core 1.2.3 is newer than the releases that were tested ({SUPPORTED}) and differs: "
         assert len(lines) == 1
         assert lines[0].startswith(f"{newer}ImportError: cannot import name 'RerunDataIterator'")
     else:
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.endswith("trained\n")
-    assert "Traceback" not in done.stderr
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.endswith("trained\n")
+    assert "Traceback" not in process.stderr
 
 
 def test_a_newer_release_that_lacks_nothing_runs_with_a_notice(

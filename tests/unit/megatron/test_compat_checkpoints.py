@@ -44,14 +44,14 @@ def test_the_tracker_names_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("own_folder", [None, "elsewhere"])
 def test_a_newer_non_persistent_one_is_loaded_instead(tmp_path: Path, own_folder: str | None) -> None:
     load, folder = tmp_path / "saved", None if own_folder is None else tmp_path / own_folder
-    found = functools.partial(holds, load, folder, non_persistent_ckpt_type="global")
-    assert not found()
+    result = functools.partial(holds, load, folder, non_persistent_ckpt_type="global")
+    assert not result()
     write(folder or load / "non_persistent", 8, "snip.state")
-    assert found()  # without a persistent one
+    assert result()  # without a persistent one
     write(load, 4)
-    assert found()
+    assert result()
     write(load, 12)
-    assert not found()
+    assert not result()
 
 
 def test_states_of_a_model_under_torch_s_full_sharding(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,5 +37,5 @@ print("done")
 
 
 def test_products_are_rounded_once_and_say_nothing() -> None:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", CODE], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    process = subprocess.run([sys.executable, "-W", "error", "-c", CODE], capture_output=True, text=True, check=False)
+    assert (process.stdout, process.returncode) == ("done\n", 0), process.stderr

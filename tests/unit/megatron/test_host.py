@@ -47,9 +47,9 @@ class Truth:
 
     @property
     def r(self) -> list[torch.Tensor]:
-        found = [h.grad for h in self.h]
-        assert all(r is not None for r in found)
-        return [r for r in found if r is not None]
+        result = [h.grad for h in self.h]
+        assert all(r is not None for r in result)
+        return [r for r in result if r is not None]
 
 
 def tokens(microbatch: int) -> torch.Tensor:
@@ -192,9 +192,9 @@ def test_attention_logits_of_a_probe_do_not_clip_the_step() -> None:
 
 def test_losses_of_tokens_are_noted_with_those_that_count() -> None:
     output, mask = torch.rand(2, 3), torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    loss, tokens, _ = _note_losses(found, lambda o: ((o * mask).sum(), mask.sum().int(), {}), output)
-    ((losses, counts),) = found
+    result: list[tuple[torch.Tensor, torch.Tensor]] = []
+    loss, tokens, _ = _note_losses(result, lambda o: ((o * mask).sum(), mask.sum().int(), {}), output)
+    ((losses, counts),) = result
     assert (torch.equal(losses, output), torch.equal(counts, mask.bool())) == (True, True)
     assert (loss.requires_grad, int(tokens)) == (False, 4)
 

@@ -125,7 +125,7 @@ class Run:
     def step(self, forward: Callable[[Any, torch.Tensor], torch.Tensor] = fused) -> list[torch.Tensor]:
         """Two microbatches: results, input gradients and accumulated weight gradients."""
         self.registry.start_step(3)
-        found = []
+        result = []
         for microbatch in range(2):
             if self.registry.device is not None and microbatch == 1:
                 self.registry.device.weights_are_current(0)
@@ -133,14 +133,14 @@ class Run:
             y = forward(self.mlp, x)
             y.backward(g)
             assert x.grad is not None
-            found += [y.detach(), x.grad]
+            result += [y.detach(), x.grad]
         self.registry.end_step()
         for linear in (self.mlp.linear_fc1, self.mlp.linear_fc2):
             weight = linear.weight
-            found.append(weight.main_grad.clone() if weight.grad_added_to_main_grad else weight.grad)
+            result.append(weight.main_grad.clone() if weight.grad_added_to_main_grad else weight.grad)
             weight.main_grad.zero_()
             weight.grad, weight.grad_added_to_main_grad = None, False
-        return found
+        return result
 
 
 def gpt(**changes: Any) -> GPTModel:
@@ -190,8 +190,8 @@ def test_gradients_are_those_of_float64() -> None:
     gate, up = (exact @ first.t()).chunk(2, -1)
     (torch.nn.functional.silu(gate) * up @ second.t()).backward(grad)
     main = [linear.weight.main_grad for linear in (run.mlp.linear_fc1, run.mlp.linear_fc2)]
-    for found, expected in zip((x.grad, *main), (exact.grad, first.grad, second.grad), strict=True):
-        assert (found.double() - expected).norm() < 10 ** (-22 / 20) * expected.norm()  # 22 dB
+    for actual, expected in zip((x.grad, *main), (exact.grad, first.grad, second.grad), strict=True):
+        assert (actual.double() - expected).norm() < 10 ** (-22 / 20) * expected.norm()  # 22 dB
 
 
 def test_validation_quantises_for_fprop_alone() -> None:

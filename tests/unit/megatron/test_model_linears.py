@@ -12,15 +12,15 @@ from snip_megatron.precision import LinearRow
 
 
 def test_a_dense_decoder_has_the_same_linears_on_every_layout() -> None:
-    found = on_meta()
-    assert (found.names, found.uncovered) == (dense_names(4), ())
+    result = on_meta()
+    assert (result.names, result.uncovered) == (dense_names(4), ())
     shapes = [(128, 64), (64, 64), (192, 64), (64, 96)]
-    assert found.covered == tuple(
+    assert result.covered == tuple(
         LinearRow(name, 0, *shapes[i % 4]) for i, name in enumerate(dense_names(4))
     )  # the places that rows of dense decoders have by default
     split = on_meta(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    assert [(r.name, r.n, r.k) for r in split.covered] == [(r.name, r.n, r.k) for r in found.covered]
-    assert found.flops["decoder.layers.0.mlp.linear_fc1"] == 2 * 192 * 64
+    assert [(r.name, r.n, r.k) for r in split.covered] == [(r.name, r.n, r.k) for r in result.covered]
+    assert result.flops["decoder.layers.0.mlp.linear_fc1"] == 2 * 192 * 64
 
 
 @pytest.mark.parametrize(
@@ -36,19 +36,19 @@ def test_a_dense_decoder_has_the_same_linears_on_every_layout() -> None:
 def test_stages_are_those_that_megatron_builds(
     layers: int, stages: int, virtual: int | None, given: dict[str, Any], expected: list[int]
 ) -> None:
-    found = on_meta(
+    actual = on_meta(
         num_layers=layers, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual, **given
     )
-    assert [row.stage for row in found.covered[::4]] == expected
-    assert found.names == dense_names(layers)
+    assert [row.stage for row in actual.covered[::4]] == expected
+    assert actual.names == dense_names(layers)
 
 
 def test_experts_have_one_row_and_the_flops_of_what_a_token_meets() -> None:
-    found = on_meta(
+    result = on_meta(
         num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=48, moe_layer_freq=[0, 1, 1, 0],
         moe_shared_expert_intermediate_size=32, expert_model_parallel_size=2,
     )  # fmt: skip
-    everything = (*found.covered, *found.uncovered)
+    everything = (*result.covered, *result.uncovered)
     mixed, dense = rows_of(everything, 1), rows_of(everything, 3)
     first = mixed["mlp.experts.linear_fc1"]
     assert (first.n, first.k, first.experts, first.active, first.flops) == (96, 64, 4, 2, 2.0 * 2 * 96 * 64)
@@ -63,5 +63,5 @@ def test_what_cannot_be_built_here_is_said() -> None:
 
 
 def test_latent_attention_is_built_without_transformer_engine() -> None:
-    found = on_meta(MLATransformerConfig, multi_latent_attention=True, num_query_groups=4, rope_type="rope")
-    assert "self_attention.linear_kv_up_proj" in rows_of(found.covered, 0)
+    result = on_meta(MLATransformerConfig, multi_latent_attention=True, num_query_groups=4, rope_type="rope")
+    assert "self_attention.linear_kv_up_proj" in rows_of(result.covered, 0)

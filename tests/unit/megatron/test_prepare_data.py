@@ -55,7 +55,7 @@ def test_megatron_reads_back_every_file_with_its_end(texts: Path, tmp_path: Path
     made = manifest(output)
     loaded = Tokenizer.from_file(str(output / "tokenizer" / "tokenizer.json"))
     end = made["tokenizer"]["end_of_document_id"]
-    found = []
+    result = []
     for name in ("train", "valid"):
         part = documents(output / name)
         assert len(part) == made[name]["files"]
@@ -63,8 +63,8 @@ def test_megatron_reads_back_every_file_with_its_end(texts: Path, tmp_path: Path
         for document in part:
             assert document[-1] == end
             assert end not in document[:-1]
-            found.append(loaded.decode(document[:-1].tolist(), skip_special_tokens=False))
-    assert sorted(found) == sorted(path.read_text() for path in texts.rglob("*.txt"))
+            result.append(loaded.decode(document[:-1].tolist(), skip_special_tokens=False))
+    assert sorted(result) == sorted(path.read_text() for path in texts.rglob("*.txt"))
     assert made["valid"]["files"] >= 1
 
 

@@ -31,9 +31,9 @@ def remedy(
     args = run_arguments(**{"pipeline_model_parallel_size": 1, "num_layers": 8, **off, **given})
     rows = linears(args).covered
     job = PrecisionMap({option_id(row.name, gemm): formats for row in rows for gemm in Gemm})
-    found = [Culprit(name, "fprop", None, None, "fp8", 0.1, 0.1, 0.9, 0.9, confirmed=True) for name in culprits]
-    found.append(Culprit(rows[5].name, "wgrad", None, None, "fp8", 0.1, 0.1, 0.1, None, confirmed=False))
-    blame = Blame(60, None, "snip", "fp8", "rounding", "it is", {}, culprits=tuple(found))
+    actual = [Culprit(name, "fprop", None, None, "fp8", 0.1, 0.1, 0.9, 0.9, confirmed=True) for name in culprits]
+    actual.append(Culprit(rows[5].name, "wgrad", None, None, "fp8", 0.1, 0.1, 0.1, None, confirmed=False))
+    blame = Blame(60, None, "snip", "fp8", "rounding", "it is", {}, culprits=tuple(actual))
     config = SnipConfig(enabled=True, blame="60", timings=timings)
     result = RemedyWriter(config, args, rows, recipe).write(blame, job, folder).remedy
     assert result is not None
@@ -51,52 +51,52 @@ def recipe_of(path: str, name: str) -> str | None:
 
 
 def test_a_job_under_snip_gets_pins_a_map_and_the_files_of_other_tools(tmp_path: Path) -> None:
-    given = remedy(tmp_path, FIRST, timings="h200")
-    assert given.pins == ("--snip-pin", f"{FIRST}:fprop=bf16")
-    assert given.map is not None
-    assert given.megatron is not None
-    assert given.recipe is not None
+    arguments = remedy(tmp_path, FIRST, timings="h200")
+    assert arguments.pins == ("--snip-pin", f"{FIRST}:fprop=bf16")
+    assert arguments.map is not None
+    assert arguments.megatron is not None
+    assert arguments.recipe is not None
     names = [row.name for row in linears(run_arguments(num_layers=8)).covered]
-    written = load_map(given.map, names)
+    written = load_map(arguments.map, names)
     bf16 = [(name, gemm) for name in names for gemm in Gemm if written.format_of(name, gemm) is Format.BF16]
     assert bf16 == [(FIRST, Gemm.FPROP)]
-    assert {name: recipe_of(given.megatron, name) for name in (FIRST, LAST)} == {FIRST: "bf16", LAST: "blockwise"}
-    assert f'"{FIRST}": ("bf16", "fp8", "fp8")' in Path(given.recipe).read_text()
-    assert given.slowdown is not None
-    assert 1.0 < given.slowdown < 1.05
-    (note,) = given.notes
+    assert {name: recipe_of(arguments.megatron, name) for name in (FIRST, LAST)} == {FIRST: "bf16", LAST: "blockwise"}
+    assert f'"{FIRST}": ("bf16", "fp8", "fp8")' in Path(arguments.recipe).read_text()
+    assert arguments.slowdown is not None
+    assert 1.0 < arguments.slowdown < 1.05
+    (note,) = arguments.notes
     assert note.startswith("in Megatron's file fp8 → blockwise FP8 of Transformer Engine: ")
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    given = remedy(tmp_path, FIRST, formats=Format.FP4, virtual_pipeline_model_parallel_size=2)
-    assert (given.megatron, given.recipe, given.slowdown) == (None, None, None)
+    arguments = remedy(tmp_path, FIRST, formats=Format.FP4, virtual_pipeline_model_parallel_size=2)
+    assert (arguments.megatron, arguments.recipe, arguments.slowdown) == (None, None, None)
     for words in ("no quantizer for fp4", "chunks of a virtual pipeline", "give --snip-timings"):
-        assert sum(words in note for note in given.notes) == 1
+        assert sum(words in note for note in arguments.notes) == 1
 
 
 def test_a_job_of_megatron_s_own_formats_keeps_them_elsewhere(tmp_path: Path) -> None:
     own = HostRecipe("tensorwise", hybrid=True)
-    given = remedy(tmp_path, FIRST, LAST, formats=Format.FP8_TENSOR, recipe=own, timings="h200", hidden_size=4096)
-    assert (given.pins, given.map, given.recipe) == ((), None, None)
+    arguments = remedy(tmp_path, FIRST, LAST, formats=Format.FP8_TENSOR, recipe=own, timings="h200", hidden_size=4096)
+    assert (arguments.pins, arguments.map, arguments.recipe) == ((), None, None)
     ends = ("--num-layers-at-start-in-bf16", "1", "--num-layers-at-end-in-bf16", "1")
-    assert given.arguments == ("--first-last-layers-bf16", *ends)
-    assert given.megatron is not None
+    assert arguments.arguments == ("--first-last-layers-bf16", *ends)
+    assert arguments.megatron is not None
     others = "decoder.layers.0.mlp.linear_fc2", "decoder.layers.3.mlp.linear_fc1"
-    assert [recipe_of(given.megatron, name) for name in (FIRST, LAST, *others)] == ["bf16", "bf16", None, None]
-    assert given.slowdown is not None
-    assert given.slowdown > 1.0
-    assert any("no quantizer for fp8 hybrid, recipe tensorwise" in note for note in given.notes)
+    assert [recipe_of(arguments.megatron, name) for name in (FIRST, LAST, *others)] == ["bf16", "bf16", None, None]
+    assert arguments.slowdown is not None
+    assert arguments.slowdown > 1.0
+    assert any("no quantizer for fp8 hybrid, recipe tensorwise" in note for note in arguments.notes)
 
 
 def test_files_of_pipeline_stages_count_layers_from_0(tmp_path: Path) -> None:
     own = HostRecipe("delayed")
-    given = remedy(tmp_path, LAST, recipe=own, formats=Format.FP8_TENSOR, pipeline_model_parallel_size=2)
-    assert given.megatron is not None
+    arguments = remedy(tmp_path, LAST, recipe=own, formats=Format.FP8_TENSOR, pipeline_model_parallel_size=2)
+    assert arguments.megatron is not None
     on_stage = "decoder.layers.3.mlp.linear_fc2"
-    files = [str(Path(given.megatron) / f"stage_{stage}.yaml") for stage in range(2)]
+    files = [str(Path(arguments.megatron) / f"stage_{stage}.yaml") for stage in range(2)]
     assert [recipe_of(path, on_stage) for path in files] == [None, "bf16"]
-    assert given.arguments == ()  # Megatron refuses them under delayed scaling
+    assert arguments.arguments == ()  # Megatron refuses them under delayed scaling
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,12 @@ def test_files_of_pipeline_stages_count_layers_from_0(tmp_path: Path) -> None:
 def test_layers_stay_whole_where_they_are_few(
     layer: int, first_last: bool, expected: tuple[str, ...], tmp_path: Path
 ) -> None:
-    given = remedy(
+    arguments = remedy(
         tmp_path, f"decoder.layers.{layer}.mlp.linear_fc1", recipe=HostRecipe("blockwise"),
         first_last_layers_bf16=first_last,
     )  # fmt: skip
-    assert given.arguments[2::2] == expected
-    assert given.recipe is not None  # finer: only one GEMM leaves the recipe
+    assert arguments.arguments[2::2] == expected
+    assert arguments.recipe is not None  # finer: only one GEMM leaves the recipe
 
 
 def test_no_culprit_no_remedy(tmp_path: Path) -> None:

@@ -142,8 +142,8 @@ def test_times_of_a_table_and_of_flops() -> None:
 @pytest.mark.parametrize("timings", ["h200", "flops"])
 def test_planned_steps_are_the_options_seconds_and_the_rest(timings: str, recompute: str | None) -> None:
     """TP 2 with sequence parallelism, two stages, any map."""
-    given = {} if recompute is None else {"recompute_granularity": "full", "recompute_method": "uniform"}
-    args, formats = run_arguments(**given), ("bf16", "fp8", "fp8_tensor", "fp4")
+    arguments = {} if recompute is None else {"recompute_granularity": "full", "recompute_method": "uniform"}
+    args, formats = run_arguments(**arguments), ("bf16", "fp8", "fp8_tensor", "fp4")
     config, rows = SnipConfig(**WANTED | {"formats": formats}, timings=timings), linears(args).covered
     times = option_times(config, args, rows)
     layout = replace(layout_of(args, rows, config), fused_swiglu=False)  # a run takes it for fixed
@@ -156,7 +156,7 @@ def test_planned_steps_are_the_options_seconds_and_the_rest(timings: str, recomp
         chosen = PrecisionMap(choices={option: Format(draws.choice(formats)) for option in options})
         predicted = step.step(lambda row, own=chosen: own.formats_of(row.name)).total
         seconds = times.by_stage(chosen, stages)
-        summed = step.layout.bubble * max(times.rest[stage] + found for stage, (_, found) in seconds.items())
+        summed = step.layout.bubble * max(times.rest[stage] + result for stage, (_, result) in seconds.items())
         assert summed == pytest.approx(predicted, rel=1e-9)
         assert times.step_speedup(chosen, stages) == pytest.approx(bf16 / predicted, rel=1e-9)
 
@@ -191,11 +191,11 @@ class FakeClock:
         self.calls += 1
         if self.lacking in map(str, calls):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        found = {}
+        result = {}
         for key in calls:
             self.next *= 1.001
-            found[key] = float(f"{self.next:.5g}")
-        return found
+            result[key] = float(f"{self.next:.5g}")
+        return result
 
 
 def own(
@@ -226,12 +226,12 @@ def test_the_first_start_measures_and_later_ones_find_the_same(
 def test_other_gemms_and_those_of_another_card_or_backend_are_measured_anew(tmp_path: Path) -> None:
     """Of another format, another shard, or another number of tokens."""
     own(tmp_path, FakeClock()).measure()
-    for given in (
+    for arguments in (
         {"config": SnipConfig(**WANTED, pin=("*=mxfp8",))},
         {"tensor_model_parallel_size": 1},
         {"micro_batch_size": 2},
     ):
-        assert own(tmp_path, **given).stored() is None  # type: ignore[arg-type]
+        assert own(tmp_path, **arguments).stored() is None  # type: ignore[arg-type]
     table = TimingTable.load(tmp_path / TIMINGS)
     for other in (replace(table, device="NVIDIA H200"), replace(table, backend="hopper")):
         (tmp_path / TIMINGS).write_text(other.to_json())
@@ -306,17 +306,17 @@ def config(**fields: Any) -> SnipConfig:
 @pytest.mark.parametrize("step", [0, 1, 7, 30])
 def test_the_rate_of_every_step_is_what_megatron_s_scheduler_gives_there(style: str, step: int) -> None:
     megatron = scheduler(style)
-    wanted = []
+    expected = []
     for _ in range(STEPS):
-        wanted.append(megatron.optimizer.param_groups[0]["lr"])
+        expected.append(megatron.optimizer.param_groups[0]["lr"])
         megatron.step(BATCH)
     started = scheduler(style)
     started.step(step * BATCH)
     rate = learning_rate(started, arguments(), step)
-    assert [rate(at) for at in range(STEPS)] == wanted
+    assert [rate(at) for at in range(STEPS)] == expected
     assert started.num_steps == step * BATCH  # as it was
     started.step(3 * BATCH)
-    assert rate(step) == wanted[step]  # whenever it is asked
+    assert rate(step) == expected[step]  # whenever it is asked
 
 
 def test_rates_are_relative_to_the_largest_and_cover_the_run_evenly() -> None:
@@ -368,5 +368,5 @@ def test_a_forward_with_its_backward_is_noted() -> None:
     assert x.grad is not None
     assert (y == 9).all()
     assert (x.grad == 18).all()
-    found = spans.seconds()
-    assert found > 0
+    result = spans.seconds()
+    assert result > 0

@@ -120,15 +120,15 @@ OF_FP8 = "--snip-gradient-reduction fp8"
     ids=str,
 )  # fmt: skip
 def test_what_does_not(given: dict[str, Any], snip: dict[str, Any], start: str, words: str) -> None:
-    found = refused(config(**snip), arguments(**given))
-    assert found.startswith(start)
-    assert words in found
+    result = refused(config(**snip), arguments(**given))
+    assert result.startswith(start)
+    assert words in result
 
 
 def test_cuda_graphs_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: False)
-    found = refused(config(), arguments(**GRAPHS["transformer_engine"]))
-    assert found.startswith("--cuda-graph-impl transformer_engine needs a CUDA device")
+    result = refused(config(), arguments(**GRAPHS["transformer_engine"]))
+    assert result.startswith("--cuda-graph-impl transformer_engine needs a CUDA device")
 
 
 # -- maps ------------------------------------------------------------------------------------------------------
@@ -305,9 +305,9 @@ def test_a_pattern_of_layers_of_experts_fits_the_decoder() -> None:
 
 
 def test_a_blame_refuses_sharded_weights_and_growing_batches() -> None:
-    for given, words in ((FULLY_SHARDED, "--use-megatron-fsdp"), ({"rampup_batch_size": [4, 4, 64]}, "--rampup")):
+    for options, words in ((FULLY_SHARDED, "--use-megatron-fsdp"), ({"rampup_batch_size": [4, 4, 64]}, "--rampup")):
         with pytest.raises(SnipError, match=f"--snip-blame cannot be combined with {words}"):
-            prepare_blame(config(blame="1"), arguments(load=None, **given))
+            prepare_blame(config(blame="1"), arguments(load=None, **options))
 
 
 def test_a_blame_of_a_step_behind_the_jobs_last_is_refused() -> None:

@@ -37,8 +37,8 @@ def train(
     for step, tokens in enumerate(TOKENS[:4]):
 
         def loss(tokens: torch.Tensor = tokens) -> torch.Tensor:
-            found: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
-            return found
+            result: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+            return result
 
         torch.manual_seed(step)
         snip.step(loss)

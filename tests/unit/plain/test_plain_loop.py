@@ -254,9 +254,9 @@ def test_the_first_update_and_the_optimizer_are_checked() -> None:
 def test_autocast_quantises_in_its_dtype() -> None:
     training = Training(policy="uniform-fp8")
     with torch.autocast("cpu", torch.bfloat16):
-        found = training.model.blocks[0](torch.randn(2, 8, example.HIDDEN))
+        result = training.model.blocks[0](torch.randn(2, 8, example.HIDDEN))
         quantised = training.loss(0)
-    assert found.dtype is torch.float32  # the residual stream, as without SNIP
+    assert result.dtype is torch.float32  # the residual stream, as without SNIP
     quantised.backward()
     grad = training.model.blocks[0].qkv.weight.grad
     assert grad.dtype is torch.float32

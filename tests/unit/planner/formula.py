@@ -14,10 +14,10 @@ SMALL = Llama("small", 8, 512, 1408, 8, 4, 64, 1000, 256)
 def layout(llama: Llama | str = SMALL, **sizes: Any) -> Layout:
     """A layout with defaults for what is not said."""
     shape = load_llama(llama) if isinstance(llama, str) else llama
-    given = {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "seq_length": shape.context, "micro_batch_size": 1}
-    given |= sizes
-    given.setdefault("global_batch_size", 8 * given["pp"] * given["micro_batch_size"] * given["dp"])
-    return Layout(shape.model(given["pp"]), **given).checked()
+    arguments = {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "seq_length": shape.context, "micro_batch_size": 1}
+    arguments |= sizes
+    arguments.setdefault("global_batch_size", 8 * arguments["pp"] * arguments["micro_batch_size"] * arguments["dp"])
+    return Layout(shape.model(arguments["pp"]), **arguments).checked()
 
 
 def step_model(chosen: Layout) -> StepModel:

@@ -13,7 +13,7 @@ from .formula import SMALL, layout, with_blocks
 def test_stages_are_megatrons(blocks: int, pp: int) -> None:
     block = pytest.importorskip("megatron.core.transformer.transformer_block")
     layer = pytest.importorskip("megatron.core.transformer.transformer_layer")
-    found = layout(with_blocks(SMALL, blocks), pp=pp)
+    result = layout(with_blocks(SMALL, blocks), pp=pp)
     config = SimpleNamespace(
         num_layers=blocks,
         pipeline_model_parallel_size=pp,
@@ -27,14 +27,14 @@ def test_stages_are_megatrons(blocks: int, pp: int) -> None:
     for stage in range(pp):
         count = block.get_num_layers_to_build(config, pp_rank=stage)
         first = layer.get_transformer_layer_offset(config, pp_rank=stage)
-        assert [rows[0].id.layer for rows in found.stages[stage]] == list(range(first, first + count))
+        assert [rows[0].id.layer for rows in result.stages[stage]] == list(range(first, first + count))
 
 
 def test_parameters_of_the_stages_are_those_of_the_model() -> None:
-    found = layout("70b", tp=8, pp=8)
+    result = layout("70b", tp=8, pp=8)
     norms = 7 * (2 * 80 * 8192 + 8192)  # every tensor parallel rank has its own
     padding = 2 * (129_024 - 128_256) * 8192
-    assert sum(found.stage_parameters(stage) for stage in range(8)) * 8 == found.model.parameters + norms + padding
+    assert sum(result.stage_parameters(stage) for stage in range(8)) * 8 == result.model.parameters + norms + padding
 
 
 @pytest.mark.parametrize(

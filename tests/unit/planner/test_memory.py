@@ -30,22 +30,22 @@ def measured_layout() -> Layout:
 @pytest.mark.parametrize(("row", "formats"), [("snip fp8", FP8), ("snip fp8_tensor", TENSOR), ("snip fp4", FP8)])
 def test_saved_inputs_are_those_measured_on_an_h200(row: str, formats: Formats) -> None:
     chosen = measured_layout()
-    found = sum(saved_input(chosen, row, formats) for row in chosen.model.rows)
-    assert found == pytest.approx(MEASURED["rows"][row]["linears_saved_bytes"], rel=1e-6)
+    result = sum(saved_input(chosen, row, formats) for row in chosen.model.rows)
+    assert result == pytest.approx(MEASURED["rows"][row]["linears_saved_bytes"], rel=1e-6)
 
 
 def test_bf16_inputs_are_those_measured_but_for_attentions_own_output() -> None:
     chosen = measured_layout()
-    found = sum(saved_input(chosen, row, BF16) for row in chosen.model.rows)
+    result = sum(saved_input(chosen, row, BF16) for row in chosen.model.rows)
     shared = chosen.model.blocks * 2 * chosen.tokens * chosen.model.hidden
-    assert found + shared == MEASURED["rows"]["our spec bf16, not converted"]["linears_saved_bytes"]
+    assert result + shared == MEASURED["rows"]["our spec bf16, not converted"]["linears_saved_bytes"]
 
 
 @pytest.mark.parametrize(("row", "formats"), [("snip bf16", BF16), ("snip fp8", FP8), ("snip fp8_tensor", TENSOR)])
 def test_the_measured_peak_within_a_twentieth(row: str, formats: Formats) -> None:
-    found = stage_memory(measured_layout(), 0, lambda row: formats)
+    result = stage_memory(measured_layout(), 0, lambda row: formats)
     # The quantised weights of the step before were there when the measurement began.
-    peak = found["activations"] + found["working"]
+    peak = result["activations"] + result["working"]
     assert peak == pytest.approx(MEASURED["rows"][row]["peak_bytes_above_start"], rel=0.05)
 
 

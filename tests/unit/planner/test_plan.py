@@ -24,8 +24,8 @@ PIPELINE: dict[str, Any] = {"pp": 4, "tp": 2, "global_batch_size": 16}
 
 def request(budget: str, formats: str | None = None, **fields: Any) -> SnipConfig:
     """A configuration by its fields."""
-    given = fields | {"budget": budget} | ({} if formats is None else {"formats": tuple(formats.split(","))})
-    return parse_config(given, FlopsModel())
+    arguments = fields | {"budget": budget} | ({} if formats is None else {"formats": tuple(formats.split(","))})
+    return parse_config(arguments, FlopsModel())
 
 
 def plan(budget: str, formats: str | None = None, statistics: Path | None = None, **fields: Any) -> dict[str, Any]:
@@ -33,31 +33,31 @@ def plan(budget: str, formats: str | None = None, statistics: Path | None = None
 
 
 def test_a_share_of_flops_is_met_on_every_stage() -> None:
-    found = plan("fp4=0.6")
-    assert 0.6 <= found["budget"]["fp4_share"] < 0.62
-    assert sum(found["budget"]["gemms"].values()) == 8 * 4 * 3
-    assert found["budget"]["status"] == "optimal"
-    assert "--snip-budget fp4=0.6 " in found["budget"]["snip_arguments"]
+    result = plan("fp4=0.6")
+    assert 0.6 <= result["budget"]["fp4_share"] < 0.62
+    assert sum(result["budget"]["gemms"].values()) == 8 * 4 * 3
+    assert result["budget"]["status"] == "optimal"
+    assert "--snip-budget fp4=0.6 " in result["budget"]["snip_arguments"]
 
 
 @pytest.mark.parametrize("granularity", ["gemm", "layer"])
 def test_a_speedup_of_the_linears(granularity: str) -> None:
-    found = plan("speedup=1.5", "bf16,fp8,fp4", granularity=granularity)
+    result = plan("speedup=1.5", "bf16,fp8,fp4", granularity=granularity)
     argument = "" if granularity == "gemm" else " --snip-granularity layer"
-    text = render(found)
+    text = render(result)
     assert f"in training: --snip-budget speedup=1.5 --snip-formats bf16,fp8,fp4{argument}\n" in text
     assert "no map is shown, because losses are not known before a run" in text
     assert "GEMMs:" not in text
-    assert 1.5 <= found["steps"]["map"]["linears_speedup"] < 1.6
-    assert found["steps"]["map"]["speedup"] < 1.5
+    assert 1.5 <= result["steps"]["map"]["linears_speedup"] < 1.6
+    assert result["steps"]["map"]["speedup"] < 1.5
 
 
 def test_a_bound_on_losses_that_are_not_known_takes_the_fastest_uniform_map() -> None:
-    found = plan("loss=0.01", "bf16,fp8")
-    assert found["budget"]["losses"] is None
-    assert found["budget"]["gemms"] == {"fp8": 3 * len(layout(**PIPELINE).model.rows)}
-    assert found["budget"]["status"] == "static"
-    assert any("--statistics uses a run's own" in line for line in found["assumptions"])
+    result = plan("loss=0.01", "bf16,fp8")
+    assert result["budget"]["losses"] is None
+    assert result["budget"]["gemms"] == {"fp8": 3 * len(layout(**PIPELINE).model.rows)}
+    assert result["budget"]["status"] == "static"
+    assert any("--statistics uses a run's own" in line for line in result["assumptions"])
 
 
 def test_a_bound_on_the_loss(tmp_path: Path) -> None:
@@ -74,10 +74,10 @@ def test_a_bound_on_the_loss(tmp_path: Path) -> None:
 def test_the_memory_of_a_gpu_counts(factor: float, line: str) -> None:
     step, asked = step_model(layout(**PIPELINE)), request("fp4=0.5")
     peak = make_plan(step, asked)["memory"]["peak"]
-    found = make_plan(step, asked, gpu_memory=factor * peak)
-    assert found["memory"]["fits"] is (factor > 1)
-    assert line in render(found)
-    assert ("little" in render(found)) == (factor == 1.05)
+    result = make_plan(step, asked, gpu_memory=factor * peak)
+    assert result["memory"]["fits"] is (factor > 1)
+    assert line in render(result)
+    assert ("little" in render(result)) == (factor == 1.05)
 
 
 def statistics(path: Path, formats: tuple[str, ...] = ("fp8", "fp4"), blocks: int = SMALL.blocks) -> Path:
@@ -89,11 +89,11 @@ def statistics(path: Path, formats: tuple[str, ...] = ("fp8", "fp4"), blocks: in
 
 def test_statistics_of_a_run_are_asked_on_another_pipeline(tmp_path: Path) -> None:
     path = statistics(tmp_path / "step_100.npz")
-    found = plan("loss=0.5", "bf16,fp8,fp4", statistics=path)
-    assert found["budget"]["losses"] == str(path)
-    assert all(figure in render(found) for figure in ("GEMMs:", "Σ loss"))
-    assert "--snip-budget loss=0.5 " in found["budget"]["snip_arguments"]
-    assert not any("synthetic" in line for line in found["assumptions"])
+    result = plan("loss=0.5", "bf16,fp8,fp4", statistics=path)
+    assert result["budget"]["losses"] == str(path)
+    assert all(figure in render(result) for figure in ("GEMMs:", "Σ loss"))
+    assert "--snip-budget loss=0.5 " in result["budget"]["snip_arguments"]
+    assert not any("synthetic" in line for line in result["assumptions"])
     problem = build_problem(request("fp4=0.5"), step_model(layout(**PIPELINE)), path)
     assert {item.stage for item in problem.items} == {0, 1, 2, 3}
 

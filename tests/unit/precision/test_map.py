@@ -102,10 +102,10 @@ def test_a_gemm_wins_over_its_linear_and_absence_is_bf16() -> None:
 
 @given(st.lists(LINEARS.map(str), unique=True, max_size=6), st.data())
 def test_codes_name_every_format(linears: list[str], data: st.DataObject) -> None:
-    wanted = {(n, g): data.draw(FORMATS) for n in linears for g in Gemm}
-    codes = PrecisionMap({option_id(n, g): f for (n, g), f in wanted.items()}).to_codes(linears)
+    expected = {(n, g): data.draw(FORMATS) for n in linears for g in Gemm}
+    codes = PrecisionMap({option_id(n, g): f for (n, g), f in expected.items()}).to_codes(linears)
     assert (codes.dtype, codes.shape) == (np.int8, (len(linears), 3))
-    assert [list(Format)[code] for code in codes.ravel()] == list(wanted.values())
+    assert [list(Format)[code] for code in codes.ravel()] == list(expected.values())
 
 
 @given(MAPS, KEYS, FORMATS)

@@ -101,10 +101,10 @@ def test_moving_a_plan_gives_the_phases_that_the_schedule_has_there(
     before = PrecisionPlan(tuple(PlanPhase(first, FP4) for _, first, _ in rest), last)
     moved = before.moved(origin, new, step)
     assert moved.last == new
-    wanted = over.first_steps(origin, new)
+    expected = over.first_steps(origin, new)
     # A first step is rounded twice: to a step of the old run, which lasts length / (last - origin) new ones.
     off = 1 + length / (last - origin)
-    assert all(min(abs(phase.begin - w) for w in wanted) <= off for phase in moved.phases)
+    assert all(min(abs(phase.begin - w) for w in expected) <= off for phase in moved.phases)
 
 
 def test_a_plan_survives_json_with_every_field() -> None:

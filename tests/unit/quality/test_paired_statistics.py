@@ -77,17 +77,17 @@ def test_differences_are_paired_by_seed_and_adjusted_together() -> None:
             entry("backward-first", ours + 0.01 + noise, seed, 0.75),
         ]
     plan = PLAN | {"ours": "snip", "theirs": ["random", "fisher", "backward-first"]}
-    found = {d.theirs: d for d in differences(rows(entries), [plan])}
-    assert set(found) == {"random", "fisher", "backward-first"}
-    assert found["random"].mean == pytest.approx(0.3)
-    assert found["random"].verdict == "better"
-    assert found["fisher"].verdict == "no difference shown"
+    result = {d.theirs: d for d in differences(rows(entries), [plan])}
+    assert set(result) == {"random", "fisher", "backward-first"}
+    assert result["random"].mean == pytest.approx(0.3)
+    assert result["random"].verdict == "better"
+    assert result["fisher"].verdict == "no difference shown"
     known = {str(i): entry | FACTS for i, entry in enumerate(entries)}
     experiment = {"name": "e", "model": "nano", "planned": [plan]}
     page = markdown(Results(Path("e.json"), experiment, {"tokens": 1, "sha256": "0"}, {}, known))
     assert re.search(r"snip − random \| \+0\.300 .* better \|", page)
-    raw = [d.p for d in found.values() if d.p is not None]
-    assert [d.adjusted for d in found.values()] == pytest.approx(holm(raw))
+    raw = [d.p for d in result.values() if d.p is not None]
+    assert [d.adjusted for d in result.values()] == pytest.approx(holm(raw))
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8).filter(lambda v: np.std(v) > 1e-6))
@@ -117,12 +117,12 @@ def test_planned_comparisons_are_adjusted_among_themselves_only() -> None:
         losses = {"snip, auto": 2.01 + noise, "late-all": 2.02, "random": 2.05, "snip, static": 2.01}
         entries += [entry(label, loss, seed, 0.9) for label, loss in losses.items()]
     plan = PLAN | {"ours": "snip, auto", "theirs": ["late-all", "snip, static"], "budgets": [0.9, 0.95]}
-    found = differences(rows(entries), [plan | {"validation": "bf16"}])
-    assert [(d.ours, d.theirs, d.budget, d.validation) for d in found] == [
+    result = differences(rows(entries), [plan | {"validation": "bf16"}])
+    assert [(d.ours, d.theirs, d.budget, d.validation) for d in result] == [
         ("snip, auto", "late-all", 0.9, "bf16"),
         ("snip, auto", "snip, static", 0.9, "bf16"),
     ]  # nothing ran at 95 %
-    better, same = found
+    better, same = result
     assert (better.verdict, same.verdict) == ("better", "no difference shown")
     assert better.adjusted == pytest.approx(4 * better.p)
 
@@ -142,10 +142,10 @@ def write(folder: Path, losses: Sequence[float]) -> Path:
 
 
 def test_the_training_loss_is_the_mean_of_the_last_steps(tmp_path: Path) -> None:
-    found = measure(run_of("bf16"), write(tmp_path, [0.7] * 10 + [0.6] * LAST_STEPS))
-    assert found["train_loss"] == pytest.approx(0.6)
-    assert found["last_step"] == 1259
-    assert found["validation"] == {"map": 0.7, "bf16": 0.7}
+    result = measure(run_of("bf16"), write(tmp_path, [0.7] * 10 + [0.6] * LAST_STEPS))
+    assert result["train_loss"] == pytest.approx(0.6)
+    assert result["last_step"] == 1259
+    assert result["validation"] == {"map": 0.7, "bf16": 0.7}
 
 
 LOST = [0.6846] + [2.6] * 10 + [2.45] * LAST_STEPS

@@ -31,6 +31,6 @@ def test_rank_zeros_figures_travel_with_the_loss_at_the_steps_that_have_some() -
     news = [None, {"step_s": 0.5, "speedup": 1.25, "saved_h": -2.0}, {"step_s": 0.25}, None]
     report = StepReport(torch.device("cpu"), news=lambda: news.pop(0))
     report.exchange(0, torch.tensor(1.0), 1.0)
-    found = [report.exchange(step, torch.tensor(1.0), 1.0) for step in (1, 2, 3)]
-    accounts = [None if figures is None else figures.account for figures in found]
+    result = [report.exchange(step, torch.tensor(1.0), 1.0) for step in (1, 2, 3)]
+    accounts = [None if figures is None else figures.account for figures in result]
     assert accounts == [{}, {"step_s": 0.5, "speedup": 1.25, "saved_h": -2.0}, {"step_s": 0.25}]

@@ -24,7 +24,7 @@ def test_lost_rows_are_below_any_bound() -> None:
     reference = torch.randn(64, 32)
     lost = reference.clone()
     lost[-2:] = 0
-    found = difference(reference, lost, bound_of(Format.FP8_TENSOR, Gemm.FPROP, 32768))
-    assert found is not None
-    assert "rows 62-63" in found.where
-    assert found.sqnr < 1
+    result = difference(reference, lost, bound_of(Format.FP8_TENSOR, Gemm.FPROP, 32768))
+    assert result is not None
+    assert "rows 62-63" in result.where
+    assert result.sqnr < 1

@@ -32,13 +32,13 @@ CPU = torch.device("cpu")
 
 def handles(layers: int = 2, sizes: dict[str, tuple[int, int]] | None = None) -> list[LinearHandle]:
     shapes = sizes or dict(zip(DENSE_LAYER, [(96, 64), (64, 64), (256, 64), (64, 128)], strict=True))
-    found = []
+    result = []
     for layer in range(layers):
         for kind, (n, k) in shapes.items():
             side = "column" if kind.endswith(("qkv", "fc1")) else "row"
             module = torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
-            found.append(handle_of(LinearId("decoder", layer, kind), n, k, parallel=side, module=module))
-    return sorted(found, key=lambda handle: handle.id)
+            result.append(handle_of(LinearId("decoder", layer, kind), n, k, parallel=side, module=module))
+    return sorted(result, key=lambda handle: handle.id)
 
 
 def host(stage: int = 0, stages: int = 1, **fields: Any) -> Host:
@@ -49,10 +49,10 @@ def host(stage: int = 0, stages: int = 1, **fields: Any) -> Host:
 
 def registry(linears: list[LinearHandle], active: int = 1) -> LinearRegistry:
     names = sorted({handle.name for handle in linears})
-    found = LinearRegistry([LinearRow(name, 0, 1, 1, active=active) for name in names], StepContext())
+    result = LinearRegistry([LinearRow(name, 0, 1, 1, active=active) for name in names], StepContext())
     for handle in linears:
-        found.add(handle)
-    return found
+        result.add(handle)
+    return result
 
 
 def test_experts_share_a_microbatch_s_tokens() -> None:
@@ -64,10 +64,10 @@ def test_experts_share_a_microbatch_s_tokens() -> None:
             module = torch.nn.Linear(32, 16, bias=False, dtype=torch.bfloat16)
             fields = {"parallel": side, "module": module, "expert": expert}
             experts.append(handle_of(LinearId("decoder", 0, kind), 16, 32, **fields))
-    found = probed_shapes(registry(attention + experts, active=2), host(), 512)
-    assert sorted(linear.rows for linear in found.linears) == [256] * 8 + [512] * 2
-    assert found.boundaries == 2
-    assert found.features == 512 * (160 + 128) + 8 * 256 * (16 + 32)
+    result = probed_shapes(registry(attention + experts, active=2), host(), 512)
+    assert sorted(linear.rows for linear in result.linears) == [256] * 8 + [512] * 2
+    assert result.boundaries == 2
+    assert result.features == 512 * (160 + 128) + 8 * 256 * (16 + 32)
 
 
 def test_the_same_as_is_planned() -> None:
@@ -76,8 +76,8 @@ def test_the_same_as_is_planned() -> None:
     planned = stage_memory(chosen, 0, lambda row: (Format.BF16,) * 3, SnipConfig(enabled=True))
     sizes = {LinearId.parse(name).path: (s.n, s.k) for name, s in list(chosen.shapes.items())[:4]}
     local, loop = registry(handles(sizes=sizes)), host(0, 4, tokens=256, hidden=512)
-    found = needed(local, loop, SnipConfig.probe_tokens, planned["activations"], 1, chosen.microbatches)
-    assert found.total == pytest.approx(planned["probe"], rel=1e-12)
+    result = needed(local, loop, SnipConfig.probe_tokens, planned["activations"], 1, chosen.microbatches)
+    assert result.total == pytest.approx(planned["probe"], rel=1e-12)
 
 
 def largest(sequences: int, whole: float, holes: float = 0.0) -> float:

@@ -42,9 +42,9 @@ class Measured:
 
 def test_a_rise_is_the_mean_with_its_standard_error() -> None:
     differences = np.random.default_rng(1).normal(0.01, 0.3, 500)
-    found = Rise.of(500, differences.sum(), (differences**2).sum())
-    assert found.mean == pytest.approx(differences.mean())
-    assert found.error == pytest.approx(differences.std(ddof=1) / np.sqrt(500))
+    result = Rise.of(500, differences.sum(), (differences**2).sum())
+    assert result.mean == pytest.approx(differences.mean())
+    assert result.error == pytest.approx(differences.std(ddof=1) / np.sqrt(500))
     assert Rise.of(1, 0.5, 0.25) == Rise(0.5, None, 1)
 
 

@@ -102,9 +102,11 @@ def test_the_end_of_a_run_waits_a_bounded_time(tmp_path, monkeypatch, capsys):
 
 
 def mounted(folder: Path, *options: str) -> None:
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(folder)], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"a file system can be mounted by root alone: {done.stderr.decode().strip()}")
+    process = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(folder)], capture_output=True
+    )
+    if process.returncode:
+        pytest.skip(f"a file system can be mounted by root alone: {process.stderr.decode().strip()}")
 
 
 @pytest.mark.parametrize("fault", ["full", "read-only", "gone"])

@@ -46,9 +46,9 @@ def timed(tmp_path: Path) -> Path:
 
 
 def stored(run: Path, step: int | None = None) -> StoredUpdate:
-    found = find_stored(run, step)
-    assert found is not None
-    return found
+    result = find_stored(run, step)
+    assert result is not None
+    return result
 
 
 def test_a_run_is_its_latest_update_and_a_file_its_own(share: Path) -> None:

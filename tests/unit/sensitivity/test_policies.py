@@ -121,17 +121,17 @@ HARDWARE = [("mxfp8", "nvfp4"), ("mxfp8", "mxfp4"), ("bf16", "mxfp8", "nvfp4", "
 
 
 def made(policy: str, *formats: str, names: list[str] = DENSE) -> PrecisionMap:
-    found = fixed_map(policy, names, formats=formats)
-    assert found is not None
-    return found
+    result = fixed_map(policy, names, formats=formats)
+    assert result is not None
+    return result
 
 
 @pytest.mark.parametrize("formats", [(), ("fp8", "fp4"), *HARDWARE])
 @pytest.mark.parametrize("policy", FIXED)
 def test_a_map_covers_every_gemm_with_formats_that_may_run_there(policy: str, formats: tuple[str, ...]) -> None:
     assert policy in POLICIES
-    found = made(policy, *formats)
-    used = {(g, found.format_of(n, g)) for n in DENSE for g in Gemm}
+    result = made(policy, *formats)
+    used = {(g, result.format_of(n, g)) for n in DENSE for g in Gemm}
     assert not [misplaced(fmt, g) for g, fmt in used if misplaced(fmt, g)]
     assert {fmt for _, fmt in used} == formats_of(policy, formats)
 
@@ -151,9 +151,9 @@ def test_uniform_maps_take_the_candidate_of_their_size(formats: tuple[str, ...],
 
 @pytest.mark.parametrize(("formats", "low"), [((), "nvfp4"), (HARDWARE[0], "nvfp4"), (HARDWARE[1], "mxfp4")])
 def test_nvidias_recipe(formats: tuple[str, ...], low: str) -> None:
-    found = made("nvidia", *formats)
+    result = made("nvidia", *formats)
     for name in DENSE:
-        own = [found.format_of(name, g).value for g in Gemm]
+        own = [result.format_of(name, g).value for g in Gemm]
         assert own == (["bf16"] * 3 if LinearId.parse(name).layer >= 17 else [low, low, f"{low}_hadamard"])
     small = made("nvidia", names=dense_names(2))
     assert [small.format_of(n, Gemm.FPROP).value for n in dense_names(2)] == ["nvfp4"] * 4 + ["bf16"] * 4

@@ -21,31 +21,31 @@ def matrix(rows: int = 200, cols: int = 300) -> torch.Tensor:
 
 def test_sums_are_those_of_the_quantisers() -> None:
     x = matrix()
-    found = tensor_sums(x, FORMATS)
+    result = tensor_sums(x, FORMATS)
     exact = x.double()
-    torch.testing.assert_close(found.rows, exact.square().sum(1), rtol=1e-6, atol=0)
-    torch.testing.assert_close(found.cols, exact.square().sum(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(result.rows, exact.square().sum(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(result.cols, exact.square().sum(0), rtol=1e-6, atol=0)
     for i, fmt in enumerate(FORMATS):
         along, down = (fake_quantize(x, fmt, axis=axis).double() - exact for axis in (-1, 0))
-        assert float(found.row_errors[i]) == pytest.approx(float(along.square().sum()), rel=1e-6)
-        torch.testing.assert_close(found.col_errors[i], down.square().sum(0), rtol=1e-6, atol=0)
+        assert float(result.row_errors[i]) == pytest.approx(float(along.square().sum()), rel=1e-6)
+        torch.testing.assert_close(result.col_errors[i], down.square().sum(0), rtol=1e-6, atol=0)
 
 
 def test_weights_are_quantised_in_blocks() -> None:
     w = matrix(300, 200)
-    found = weight_sums(w, ("fp4", "fp8"))
+    actual = weight_sums(w, ("fp4", "fp8"))
     errors = [fake_quantize(w, fmt, block=True).double() - w.double() for fmt in ("fp4", "fp8")]
     expected = torch.stack([w.double().square().sum(), *(e.square().sum() for e in errors)])
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
 
 def test_the_whole_tensor_s_amax_decides_where_a_format_asks() -> None:
     x = matrix()
     amax = 1e4 * x.abs().max().float()
-    found = tensor_sums(x, ("fp8_tensor",), amax=amax)
+    result = tensor_sums(x, ("fp8_tensor",), amax=amax)
     error = fake_quantize(x, "fp8_tensor", tensor_amax=amax).double() - x.double()
-    assert float(found.row_errors[0]) == pytest.approx(float(error.square().sum()), rel=1e-6)
-    assert float(found.row_errors[0]) > 1.5 * float(tensor_sums(x, ("fp8_tensor",)).row_errors[0])
+    assert float(result.row_errors[0]) == pytest.approx(float(error.square().sum()), rel=1e-6)
+    assert float(result.row_errors[0]) > 1.5 * float(tensor_sums(x, ("fp8_tensor",)).row_errors[0])
 
 
 @pytest.mark.parametrize("axis", [-1, 0])
@@ -70,19 +70,19 @@ VARIANTS = ("nvfp4_46", "nvfp4_hadamard", "mxfp4_hadamard_fixed", "nvfp4")
 def test_a_variant_has_errors_on_its_own_gemms_by_its_own_rule(gradient: bool) -> None:
     x = matrix(70, 96)
     rotations = {"nvfp4_hadamard": Rotation(0b1010_0110_0000_1111)}
-    found = tensor_sums(x, VARIANTS, stochastic=gradient, rotations=rotations, d=x if not gradient else None)
+    result = tensor_sums(x, VARIANTS, stochastic=gradient, rotations=rotations, d=x if not gradient else None)
     for i, fmt in enumerate(VARIANTS):
         gemms, base = Format(fmt).gemms, Format(fmt).base.value
         along = squared_errors(x, fmt, stochastic=gradient).double()
         if (Gemm.DGRAD if gradient else Gemm.FPROP) not in gemms:
             along = along * 0
-        assert float(found.row_errors[i]) == pytest.approx(float(along.sum()), rel=1e-6)
+        assert float(result.row_errors[i]) == pytest.approx(float(along.sum()), rel=1e-6)
         down = x if "hadamard" not in fmt else rotate(x, rotations[fmt].signs if fmt in rotations else 0)
         down = squared_errors(down, base, axis=0, stochastic=gradient).double().sum(0)
         down = down if Gemm.WGRAD in gemms else down * 0
-        torch.testing.assert_close(found.col_errors[i], down, rtol=1e-6, atol=0)
-        if found.dots is not None:
-            assert bool(found.dots[1 + i].any()) is (Gemm.FPROP in gemms)
+        torch.testing.assert_close(result.col_errors[i], down, rtol=1e-6, atol=0)
+        if result.dots is not None:
+            assert bool(result.dots[1 + i].any()) is (Gemm.FPROP in gemms)
 
 
 def test_the_errors_of_a_transformed_tensor_are_those_of_what_it_is_transformed_back_to() -> None:
@@ -92,17 +92,17 @@ def test_the_errors_of_a_transformed_tensor_are_those_of_what_it_is_transformed_
     back = rotate(fake_quantize(turned, "mxfp4", axis=0))  # H is its own transpose; the signs come off last
     flips = torch.tensor([-1.0 if 5 >> i & 1 else 1.0 for i in range(16)]).repeat(4)[:, None]
     expected = (back * flips - x).double().square().sum(0)
-    found = tensor_sums(x, ("mxfp4_hadamard",), rotations={"mxfp4_hadamard": Rotation(5)}).col_errors[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-9)
+    actual = tensor_sums(x, ("mxfp4_hadamard",), rotations={"mxfp4_hadamard": Rotation(5)}).col_errors[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-9)
 
 
 def test_weights_of_variants() -> None:
     w = matrix(96, 80)
-    found = weight_sums(w, VARIANTS)[1:]
+    actual = weight_sums(w, VARIANTS)[1:]
     expected = [squared_errors(w, fmt, block=True).double().sum() for fmt in ("nvfp4_46", "nvfp4")]
-    torch.testing.assert_close(found[[0, 3]], torch.stack(expected))
-    assert not found[1:3].any()  # formats of wgrad alone, which reads no weight
-    assert found[0] < found[3]
+    torch.testing.assert_close(actual[[0, 3]], torch.stack(expected))
+    assert not actual[1:3].any()  # formats of wgrad alone, which reads no weight
+    assert actual[0] < actual[3]
 
 
 def test_output_sums() -> None:

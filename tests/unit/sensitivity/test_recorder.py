@@ -149,14 +149,14 @@ def columns_of(linear: LinearId, recorder: LinearRecorder) -> dict[str, np.ndarr
 def test_sums_are_the_definitions(linear: LinearId, samples: int) -> None:
     batches = microbatches()
     recorder = recorded(linear, batches, samples)
-    found = columns_of(linear, recorder)
+    actual = columns_of(linear, recorder)
     expected = definitions(batches, samples)
     if linear is ROW:  # partial over ranks there: completed from other columns in the table
         expected = {name: value for name, value in expected.items() if name not in ("y2", "e2")}
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     expected["d2"] = sum(square(b.g.double() @ b.w.double()) for b in batches)
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(actual[name], value, rtol=2e-5, err_msg=name)
 
 
 def test_formats_of_one_scale_a_tensor_keep_it_in_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,10 +267,10 @@ def test_sampled_rows_are_distinct_in_range_and_spread(total: int, count: int) -
 @given(local=st.integers(0, 300), size=st.integers(1, 8), count=st.integers(1, 600))
 def test_shards_sample_what_the_whole_samples(local: int, size: int, count: int) -> None:
     shards = [TokenShard(rank, size, reports=True) for rank in range(size)]
-    found = [
+    result = [
         row + shard.first_row(local) for shard in shards for row in local_sample_rows(shard, local, count).tolist()
     ]
-    assert found == sample_rows(local * size, count).tolist()
+    assert result == sample_rows(local * size, count).tolist()
 
 
 # -- sums ------------------------------------------------------------------------------------------------------

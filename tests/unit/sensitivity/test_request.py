@@ -20,10 +20,10 @@ def test_what_remains_of_a_schedule() -> None:
         SchedulePhase(0.5, change=("*:wgrad",)),
         SchedulePhase(0.75),
     )
-    seen: list[Sequence[int]] = []
+    calls: list[Sequence[int]] = []
 
     def carried(begins: Sequence[int]) -> list[float]:
-        seen.append(begins)
+        calls.append(begins)
         return [0.4, 0.2, 0.1]
 
     arguments: dict[str, Any] = {"carried": carried, "spent_steps": 20, "spent": 0.9}
@@ -38,7 +38,7 @@ def test_what_remains_of_a_schedule() -> None:
         spent_steps=20,
         spent=0.9,
     )
-    assert seen == [(40, 60, 85)]
+    assert calls == [(40, 60, 85)]
     deployed_in_bf16 = PhasedRequest.of_schedule(Schedule(phases), (10, 110), 40, standing=0.15, **arguments)
     assert deployed_in_bf16 == replace(request, standing=(0.0, 0.0, 0.15))
 

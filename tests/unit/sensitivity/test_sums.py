@@ -45,11 +45,11 @@ def implementations() -> tuple[ModuleType, ModuleType]:
 def worst_of_sums(shape: tuple[int, int], dtype: torch.dtype, *arguments: Any, **options: Any) -> float:
     """Largest relative difference of the sums over an operand, and over it as a weight."""
     x = matrix(*shape, dtype)
-    found, expected = (module.tensor_sums(x, *arguments, **options) for module in implementations())
+    actual, expected = (module.tensor_sums(x, *arguments, **options) for module in implementations())
     names = ("rows", "cols", "row_errors", "col_errors")
     amax = options.get("amax")
     weights = worst(*(module.weight_sums(x, *arguments, amax=amax) for module in implementations()))
-    return max(weights, *(worst(getattr(found, name), getattr(expected, name)) for name in names))
+    return max(weights, *(worst(getattr(actual, name), getattr(expected, name)) for name in names))
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_the_amax_of_all_shards(interpreted: Run) -> None:
 def worst_of_dots(formats: tuple[str, ...]) -> float:
     """FP32, whose quotients are no ties: there the sign of an error is anyone's."""
     x, d = matrix(200, 300, torch.float32), matrix(300, 200, torch.bfloat16).t()
-    found, expected = (module.tensor_sums(x, formats, d=d).dots for module in implementations())
+    actual, expected = (module.tensor_sums(x, formats, d=d).dots for module in implementations())
     size = expected.square().mean(1, keepdim=True).sqrt()  # single dots may be close to zero
-    return float(((found - expected) / size).abs().max())
+    return float(((actual - expected) / size).abs().max())
 
 
 @pytest.mark.parametrize("formats", [("fp8", "fp4"), ("mxfp4", "fp8_tensor", "fp4")])
@@ -87,8 +87,8 @@ def broken_columns(number: float) -> list[list[int]]:
     """Columns whose error sums are no numbers, by the kernel and by the reference."""
     x = matrix(200, 300, torch.float32)
     x[150, 7] = number
-    found = [m.tensor_sums(x, ("fp8", "fp4"), stochastic=True).col_errors[1] for m in implementations()]
-    return [torch.nonzero(~sums.isfinite())[:, 0].tolist() for sums in found]
+    result = [m.tensor_sums(x, ("fp8", "fp4"), stochastic=True).col_errors[1] for m in implementations()]
+    return [torch.nonzero(~sums.isfinite())[:, 0].tolist() for sums in result]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -99,9 +99,9 @@ def test_what_is_not_finite_shows(interpreted: Run, number: float) -> None:
 def worst_of_outputs(rows: int, cols: int) -> float:
     generator = torch.Generator().manual_seed(3)
     exact, noise, g = (torch.randn(rows, cols, generator=generator) for _ in range(3))
-    found, expected = (m.output_sums(exact + 0.1 * noise, exact, g.bfloat16()) for m in implementations())
+    actual, expected = (m.output_sums(exact + 0.1 * noise, exact, g.bfloat16()) for m in implementations())
     size = float(expected[0].square().mean().sqrt())  # single dots may be close to zero
-    return max(float((found[0] - expected[0]).abs().max()) / size, worst(found[1], expected[1]))
+    return max(float((actual[0] - expected[0]).abs().max()) / size, worst(actual[1], expected[1]))
 
 
 def test_output_sums(interpreted: Run) -> None:

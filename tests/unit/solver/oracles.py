@@ -81,7 +81,7 @@ def random_phased(
         floors = [None if floor is None else 1 / (1 - 0.5 * floor) for floor in floors]
     spent = Spent(int(rng.integers(0, 200)), target * 0.95 if kind == "fp4" else 1 / (1 - target))
     fixed = tuple((k, float(rng.uniform(0, 20))) for k in range(stages)) if kind != "fp4" else ()
-    wanted = {
+    expected = {
         "fp4": target,
         "speedup": 1 / (1 - 0.6 * target),
         "loss": float(np.quantile(losses.sum(axis=(0, 2)), rng.uniform(0.1, 0.6))),
@@ -100,7 +100,7 @@ def random_phased(
         for i in range(items)
     )
     return Problem(
-        Budget(kind, wanted),
+        Budget(kind, expected),
         made,
         tolerance if kind == "fp4" else None,
         fixed,

@@ -149,8 +149,8 @@ def test_a_run_gives_the_map_that_it_adopted_last(tmp_path: Path) -> None:
         assert refused(*command) == f"{run}: the run adopted no map"
         for step, fmt in ((10, Format.FP8), (9, Format.NVFP4)):
             records.write("maps", step, PrecisionMap(dict.fromkeys(dense_names(2), fmt)).to_json())
-    done = snip(*command)
-    assert done.returncode == 0, done.stderr
+    process = snip(*command)
+    assert process.returncode == 0, process.stderr
     assert recipe_of(tmp_path / "recipes" / "stage_0.yaml", dense_names(2)[0]) == EXPECTED[Format.FP8]
 
 

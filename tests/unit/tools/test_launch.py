@@ -38,9 +38,9 @@ def test_every_gpu_has_a_rank(nodes: int, gpus_per_node: int, tp: int, pp: int) 
         ):
             job(**changes, smoke=True)
     else:
-        found = job(**changes, smoke=True)
-        assert found.layout.ranks == nodes * gpus_per_node
-        assert found.layout.sequence_parallel == (tp > 1)
+        result = job(**changes, smoke=True)
+        assert result.layout.ranks == nodes * gpus_per_node
+        assert result.layout.sequence_parallel == (tp > 1)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_another_checkpoint_is_where_the_first_start_begins(load: tuple[str, ...
 
 
 def test_the_last_folder_of_checkpoints_is_the_one_that_counts(tmp_path: Path) -> None:
-    found = job(save=tmp_path / "a", extra=("--save", "b", f"--save={tmp_path / 'c'}"))
-    assert found.save == found.load == tmp_path / "c"
-    assert last_value(megatron_arguments(found), "--save") == str(tmp_path / "c")
+    result = job(save=tmp_path / "a", extra=("--save", "b", f"--save={tmp_path / 'c'}"))
+    assert result.save == result.load == tmp_path / "c"
+    assert last_value(megatron_arguments(result), "--save") == str(tmp_path / "c")
 
 
 def test_another_model() -> None:
@@ -140,9 +140,9 @@ def test_how_far_a_job_is(extra: tuple[str, ...], expected: tuple[int, int], tmp
 def test_layers_are_replayed_as_graphs_where_transformer_engine_is_installed(
     changes: dict[str, Any], graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = " --cuda-graph-impl transformer_engine --te-rng-tracker "
-    assert wanted not in " ".join(megatron_arguments(job(**changes)))  # not installed here
+    expected = " --cuda-graph-impl transformer_engine --te-rng-tracker "
+    assert expected not in " ".join(megatron_arguments(job(**changes)))  # not installed here
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     words = megatron_arguments(job(**changes, extra=("--cuda-graph-impl", "none")))
-    assert (wanted in " ".join(words)) == graphs
+    assert (expected in " ".join(words)) == graphs
     assert last_value(words, "--cuda-graph-impl") == "none"

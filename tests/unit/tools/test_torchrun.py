@@ -108,13 +108,13 @@ def test_a_signal_to_all_processes_ends_the_ranks_only(number: signal.Signals, e
 def test_nohup() -> None:
     """A hangup that is ignored when the job starts does not end it."""
     hangup = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5)"
-    done = subprocess.run(
+    process = subprocess.run(
         ["nohup", sys.executable, "-c", SUPERVISOR, hangup],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
     )
-    assert done.stdout == "(0, None)\n", done.stderr
+    assert process.stdout == "(0, None)\n", process.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT], ids=lambda number: number.name)

@@ -69,9 +69,9 @@ def assert_reference(
 ) -> None:
     """The reference's numbers up to FP32 summation (and one rounding of Y and ∂L/∂X)."""
     x, w, g = operands(*shape, dtype=dtype)
-    for found, expected in zip(run(b, x, w, g, formats), run(REFERENCE, x, w, g, formats), strict=True):
-        assert found.shape == expected.shape
-        assert found.dtype == expected.dtype
-        rtol = max(torch.finfo(found.dtype).eps, 1e-5)
+    for actual, expected in zip(run(b, x, w, g, formats), run(REFERENCE, x, w, g, formats), strict=True):
+        assert actual.shape == expected.shape
+        assert actual.dtype == expected.dtype
+        rtol = max(torch.finfo(actual.dtype).eps, 1e-5)
         scale = expected.float().abs().amax().clamp_min(1e-20) if expected.numel() else torch.tensor(1.0)
-        torch.testing.assert_close(found.float() / scale, expected.float() / scale, rtol=rtol, atol=1e-6)
+        torch.testing.assert_close(actual.float() / scale, expected.float() / scale, rtol=rtol, atol=1e-6)

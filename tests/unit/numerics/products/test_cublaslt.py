@@ -16,10 +16,10 @@ from snip_megatron.numerics.products.cublaslt import CublasLt, measured_choices
 
 @pytest.fixture(scope="module")
 def library() -> CublasLt:
-    found = cublaslt.cublaslt()
-    if found is None:
+    result = cublaslt.cublaslt()
+    if result is None:
         pytest.skip("torch came without cuBLASLt 12.9 or later")
-    return found
+    return result
 
 
 def product(scaling: str | None, dtype: torch.dtype, *, scaled: bool = False) -> cublaslt._Problem:

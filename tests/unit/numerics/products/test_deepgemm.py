@@ -49,8 +49,8 @@ def operand(x: Tensor, fmt: Format, *, weight: bool = False) -> Operand:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_equal_the_other_librarys(rows: int, depth: int, dtype: torch.dtype) -> None:
     a, b = operand(matrix(64, depth), Format.FP8), operand(matrix(rows, depth, 1), Format.FP8, weight=True)
-    found = hopper(deepgemm=DeepGemm(fp8_gemm_nt, lambda call: 1.0)).multiply(Gemm.FPROP, a, b, dtype)
-    assert torch.equal(found, hopper().multiply(Gemm.FPROP, a, b, dtype))
+    result = hopper(deepgemm=DeepGemm(fp8_gemm_nt, lambda call: 1.0)).multiply(Gemm.FPROP, a, b, dtype)
+    assert torch.equal(result, hopper().multiply(Gemm.FPROP, a, b, dtype))
 
 
 def test_what_it_has_no_layout_for_runs_elsewhere() -> None:
@@ -79,9 +79,9 @@ def test_the_library_that_is_faster_for_a_size_multiplies_it(
     backend = hopper(library=library, deepgemm=DeepGemm(fp8_gemm_nt, clock))
     for rows in (64, 32, 64, 128, 16, 8):
         a, b = operand(matrix(rows, 256), Format.FP8), operand(matrix(48, 256, 1), Format.FP8, weight=True)
-        found = backend.multiply(Gemm.FPROP, a, b, torch.bfloat16)
+        result = backend.multiply(Gemm.FPROP, a, b, torch.bfloat16)
         is_cublas = seconds[0] > seconds[1] and rows not in (16, 8)  # these two are more sizes than are timed
-        assert torch.equal(found, hopper().multiply(Gemm.FPROP, a, b, torch.bfloat16) + (64 if is_cublas else 0))
+        assert torch.equal(result, hopper().multiply(Gemm.FPROP, a, b, torch.bfloat16) + (64 if is_cublas else 0))
     assert len(timed) == 3 * 6
     with list_launches():  # nothing is timed where kernels are listed
         DeepGemm(fp8_gemm_nt, clock).multiply(a, b, torch.bfloat16, library)
@@ -121,6 +121,6 @@ def test_an_installation_that_does_not_load_is_passed_over(
     monkeypatch.setattr(
         "snip_megatron.numerics.quantize.kernels.compiler.replace_nvcc", lambda nvcc: None
     )  # sets variables
-    found, products = deepgemm.deepgemm()
-    assert found is None
+    result, products = deepgemm.deepgemm()
+    assert result is None
     assert f"DeepGEMM cannot be imported ({said})" in products

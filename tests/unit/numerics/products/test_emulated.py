@@ -48,24 +48,24 @@ class _Faulty(EmulatedBackend):
 
 def test_wrong_numbers_and_failures_do_not() -> None:
     failing = _Faulty(Gemm.WGRAD, RuntimeError("no kernel image\nand more"))
-    found = wrong_numbers(failing, "cpu", [BF16, MXFP8])
-    assert found == "mxfp8 fails (RuntimeError: no kernel image) on this device"
-    found = wrong_numbers(_Faulty(), "cpu", [NVFP4])
-    assert found.startswith("nvfp4 gives a signal to noise ratio of ")
-    assert "in dgrad (at least 12)" in found
+    result = wrong_numbers(failing, "cpu", [BF16, MXFP8])
+    assert result == "mxfp8 fails (RuntimeError: no kernel image) on this device"
+    result = wrong_numbers(_Faulty(), "cpu", [NVFP4])
+    assert result.startswith("nvfp4 gives a signal to noise ratio of ")
+    assert "in dgrad (at least 12)" in result
 
 
 def test_torch_multiplies_where_the_check_fails() -> None:
-    found = _Faulty()
+    result = _Faulty()
     with list_launches():
-        assert found.check("cpu", [MXFP8]) is None
-    fault = found.check("cpu", [NVFP4])
+        assert result.check("cpu", [MXFP8]) is None
+    fault = result.check("cpu", [NVFP4])
     assert fault is not None
     assert fault.endswith("torch emulates, slower than bf16")
     b = hopper(fallback=_Faulty())
     assert b.check("cpu", [FP8]) is None
     assert b.check("cpu", [FP8, NVFP4]) == fault
-    for each in (found, b):
+    for each in (result, b):
         made = sides(each, *operands(*EVEN), (NVFP4,) * 3)
         assert not any(isinstance(side, ExactOperand) for side in made)
 

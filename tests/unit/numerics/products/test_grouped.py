@@ -30,9 +30,9 @@ def run(products: GroupLoop, splits: tuple[int, ...], formats: Any, out: list[Te
     x_row, x_col = products.quantize_rows(x, splits, OperandSpec(fprop, wgrad))
     w_row, w_col = products.quantize_weights(weights, OperandSpec(fprop, dgrad, weight=True))
     g_row, g_col = products.quantize_rows(g, splits, OperandSpec(dgrad, wgrad, keys=keys))
-    found = products.accumulate(g_col, assemble(flatten(x_col)), out)
+    result = products.accumulate(g_col, assemble(flatten(x_col)), out)
     y, d = products.multiply(Gemm.FPROP, x_row, w_row, x.dtype), products.multiply(Gemm.DGRAD, g_row, w_col, g.dtype)
-    return [y, d, torch.stack(list(found))]
+    return [y, d, torch.stack(list(result))]
 
 
 @pytest.mark.parametrize("splits", SPLITS)
@@ -43,11 +43,11 @@ def test_every_expert_gets_the_products_of_the_reference(splits: tuple[int, ...]
     for out in (None, list(gradients.clone().unbind(0)), [each.bfloat16() for each in gradients]):
         products = hopper(groups=library).grouped(N, K, torch.bfloat16)
         assert isinstance(products, HopperGroups)
-        found = run(products, splits, formats, out)
+        result = run(products, splits, formats, out)
         expected = run(REFERENCE.grouped(N, K, torch.bfloat16), splits, formats, list(gradients.clone().unbind(0)))
         if out is None:
             expected[2] -= gradients
-        for actual, exact in zip(found, expected, strict=True):
+        for actual, exact in zip(result, expected, strict=True):
             scale = exact.float().abs().amax().clamp_min(1e-20) if exact.numel() else 1.0
             torch.testing.assert_close(actual.float() / scale, exact.float() / scale, rtol=8e-3, atol=1e-6)
 
@@ -86,9 +86,9 @@ def test_other_shapes_and_dtypes_run_expert_by_expert() -> None:
 
 def test_only_matrices_that_follow_each_other_are_one_tensor() -> None:
     whole = torch.randn(3, 4, 8)
-    found = stacked(list(whole.unbind(0)))
-    assert found.data_ptr() == whole.data_ptr()
-    assert torch.equal(found, whole)
+    result = stacked(list(whole.unbind(0)))
+    assert result.data_ptr() == whole.data_ptr()
+    assert torch.equal(result, whole)
     for others in ([whole[1], whole[0]], [whole[0], whole[2]], [whole[0], whole[1].clone()]):
         assert stacked(others) is None
 

@@ -161,10 +161,10 @@ def test_a_delayed_scale_comes_from_the_microbatches_before(most_recent: bool) -
 
 
 def test_experts_have_scales_of_their_own() -> None:
-    seen = []
+    calls = []
 
     def scale_of(expert: int, operand: str, x: torch.Tensor) -> torch.Tensor:
-        seen.append((expert, operand, len(x)))
+        calls.append((expert, operand, len(x)))
         return torch.tensor(2.0**expert)
 
     backend = RecipeGemms(HostRecipe("delayed", hybrid=True), scale_of)
@@ -172,6 +172,6 @@ def test_experts_have_scales_of_their_own() -> None:
     fmt = Format.FP8_TENSOR
     rows, _ = group.quantize_rows(matrix(24, 32), [16, 0, 8], OperandSpec(fmt, fmt))
     weights, _ = group.quantize_weights([matrix(64, 32, e) for e in range(3)], OperandSpec(fmt, None, weight=True))
-    assert seen == [(0, "x", 16), (1, "x", 0), (2, "x", 8), *((e, "w", 64) for e in range(3))]
+    assert calls == [(0, "x", 16), (1, "x", 0), (2, "x", 8), *((e, "w", 64) for e in range(3))]
     assert [float(each.scale) for each in rows] == [1.0, 0.5, 0.25]
     assert group.multiply(Gemm.FPROP, rows, weights, torch.bfloat16).shape == (24, 64)

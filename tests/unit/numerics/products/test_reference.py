@@ -54,10 +54,10 @@ def test_products_are_those_of_the_quantised_operands(fmt: Format, tokens: int) 
     options = {"rounding": "stochastic" if fmt in STOCHASTIC else "nearest", "seed": 5}
     exact = fake_quantize(x, fmt).double() @ fake_quantize(w, fmt, block=True).double().t()
     assert decibel(exact, fprop(x, w, fmt)) > 120
-    found = wgrad(g, x, fmt, seed=5)
+    actual = wgrad(g, x, fmt, seed=5)
     weight = fake_quantize(w, fmt, axis=0, block=True).double()
     assert decibel(fake_quantize(g, fmt, **options).double() @ weight, dgrad(g, w, fmt, seed=5)) > 120
     g, x = (rotate(t) if fmt in ROTATED else t for t in (g, x))
     left = fake_quantize(g, fmt, axis=0, **options).double()
     expected = left.t() @ fake_quantize(x, fmt, axis=0).double()
-    assert decibel(expected, found) > 120
+    assert decibel(expected, actual) > 120

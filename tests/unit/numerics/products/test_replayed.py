@@ -21,9 +21,9 @@ FORMATS = [(TENSOR, TENSOR, TENSOR), (FP4, FP4, FP8), (FP8, NVFP4, BF16)]
 
 @pytest.fixture(scope="module")
 def extension() -> Any:
-    found = compiled_extension()
-    found.configure(CONSTANTS, lambda _: 0)
-    return found
+    result = compiled_extension()
+    result.configure(CONSTANTS, lambda _: 0)
+    return result
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: "-".join(formats))
@@ -42,8 +42,8 @@ def test_a_linear_gives_what_python_gives(extension: Any, formats: Formats) -> N
             d, grad = each.backward(g, weight[1], kept, spec, out)
             assert grad is out
             results.append((y, d, out))
-        for expected, found in zip(*results, strict=True):
-            assert decibel(expected.float(), found) > 80
+        for expected, actual in zip(*results, strict=True):
+            assert decibel(expected.float(), actual) > 80
     assert set(REPLAYED) == {"quantize", "multiply", "swiglu", "forward", "backward"}
 
 
@@ -60,6 +60,6 @@ def test_swiglu_times_probabilities_gives_what_python_gives(extension: Any) -> N
             made = each.swiglu(y, None, OperandSpec(FP8, BF16), probs)
             made += each.swiglu(y, d, OperandSpec(FP8, None), probs)
             results.append([t if isinstance(t, torch.Tensor) else t.dequantize() for t in made if t is not None])
-        for expected, found in zip(*results, strict=True):
-            assert torch.equal(expected, found)
+        for expected, actual in zip(*results, strict=True):
+            assert torch.equal(expected, actual)
     assert replayed.replayed["swiglu"].replays > 0

@@ -30,16 +30,16 @@ def test_elsewhere_auto_emulates_and_hopper_is_refused(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, name: str
 ) -> None:
     pretend(monkeypatch, capability)
-    found = select_backend("auto")
-    assert found.backend.name == name
-    assert "sm_90" in found.reason
+    result = select_backend("auto")
+    assert result.backend.name == name
+    assert "sm_90" in result.reason
     if name == "reference":
         with pytest.raises(
             SnipError, match=r"--snip-gemm emulated: needs a GPU with bf16 tensor cores \(sm_80 or later\)"
         ):
             select_backend("emulated")
     else:
-        assert select_backend("emulated").backend is found.backend
+        assert select_backend("emulated").backend is result.backend
     with pytest.raises(
         SnipError, match=r"--snip-gemm hopper: needs a Hopper GPU \(sm_90\).*use --snip-gemm auto"
     ) as error:
@@ -50,10 +50,10 @@ def test_elsewhere_auto_emulates_and_hopper_is_refused(
 @pytest.mark.parametrize("name", ["auto", "hopper"])
 def test_on_hopper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     pretend(monkeypatch, (9, 0))
-    found = select_backend(name)
-    assert found.backend.name == "hopper"
-    assert found.reason.startswith("Some GPU, sm_90; cuBLASLt")
-    assert select_backend(name).backend is found.backend
+    result = select_backend(name)
+    assert result.backend.name == "hopper"
+    assert result.reason.startswith("Some GPU, sm_90; cuBLASLt")
+    assert select_backend(name).backend is result.backend
     assert select_backend("reference").backend is REFERENCE
 
 
@@ -108,9 +108,9 @@ def test_blackwell_checks_transformer_engine_and_probes_by_emulation(monkeypatch
     pretend_transformer_engine(monkeypatch)
     checked = []
     monkeypatch.setattr(selection, "_te_fault", checked.append)
-    found = select_backend("transformer_engine", {Format.NVFP4})
-    assert found.backend.name == "emulated"
-    assert found.reason == "by Transformer Engine's linears on Some GPU, sm_100; probes by emulated"
+    result = select_backend("transformer_engine", {Format.NVFP4})
+    assert result.backend.name == "emulated"
+    assert result.reason == "by Transformer Engine's linears on Some GPU, sm_100; probes by emulated"
     assert checked == [{Format.NVFP4}]
     monkeypatch.setattr(selection, "_te_fault", lambda formats: "nvfp4 rounds with a bias")
     with pytest.raises(SnipError, match="--snip-gemm transformer_engine: nvfp4 rounds with a bias; use --snip-gemm em"):

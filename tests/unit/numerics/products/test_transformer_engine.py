@@ -63,8 +63,8 @@ def test_each_gemm_has_its_own_format() -> None:
     assert grad_weight is grad
     assert (y.dtype, d.dtype) == (torch.bfloat16, torch.bfloat16)
     exact = x.float() @ w.float().t(), g.float() @ w.float(), g.float().t() @ x.float() + 1
-    for found, expected, bound in zip((y, d, grad), exact, (0.06, 0.01, 0.06), strict=True):
-        assert (found.float() - expected).norm() < bound * expected.norm()
+    for actual, expected, bound in zip((y, d, grad), exact, (0.06, 0.01, 0.06), strict=True):
+        assert (actual.float() - expected).norm() < bound * expected.norm()
     x_row, x_col, _, w_col, g_row, g_col = sides(gemms(), x, w, g, formats)
     assert w_col is w  # unquantised
     assert g_row is g

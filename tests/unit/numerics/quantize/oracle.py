@@ -82,14 +82,14 @@ def four_over_six(x: np.ndarray) -> list[Choices]:
     """Return both choices of every 1×16 tile of a finite matrix: its amax becomes 6, or 4."""
     x = x.astype(np.float32)
     tensor_scale = np.abs(x).max() / np.float32(6 * 256) or np.float32(1)
-    found = []
+    result = []
     for i in range(x.shape[0]):
         for j in range(0, x.shape[1], 16):
             span = slice(i, i + 1), slice(j, j + 16)
             numbers = tuple(_quantised(x[span], np.float32(top), tensor_scale) for top in (6, 4))
             errors = tuple(float(np.square(each.astype(np.float64) - x[span]).sum()) for each in numbers)
-            found.append(Choices(span, (numbers[0], numbers[1]), (errors[0], errors[1])))
-    return found
+            result.append(Choices(span, (numbers[0], numbers[1]), (errors[0], errors[1])))
+    return result
 
 
 def _quantised(tile: np.ndarray, top: np.float32, tensor_scale: np.float32) -> np.ndarray:

@@ -29,8 +29,8 @@ def test_words_are_those_of_the_host(seed: int, step: int) -> None:
     keys.start_step(seed, step)
     for microbatch in range(3):
         for place, linear in enumerate(LINEARS):
-            found = [unsigned(words) for words in keys.next(place)]
-            assert found == host_words(seed, step, microbatch, linear)
+            result = [unsigned(words) for words in keys.next(place)]
+            assert result == host_words(seed, step, microbatch, linear)
 
 
 def test_a_step_begins_with_its_first_microbatch_whatever_ran_before() -> None:

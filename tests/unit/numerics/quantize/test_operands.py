@@ -74,11 +74,11 @@ def test_both_orientations_are_the_oracle_s_numbers(fmt: str, square: bool) -> N
     transposed = oracle.quantize_dequantize(x.float().t().contiguous().numpy(), fmt, granularity).T
     for side, numbers in ((row, expected), (col, transposed)):
         assert side.values.dtype is torch.bfloat16
-        found = side.dequantize().numpy()
+        actual = side.dequantize().numpy()
         if fmt == "nvfp4":
-            np.testing.assert_allclose(found, numbers, rtol=2.0**-23, atol=0)
+            np.testing.assert_allclose(actual, numbers, rtol=2.0**-23, atol=0)
         else:
-            np.testing.assert_array_equal(found, numbers)
+            np.testing.assert_array_equal(actual, numbers)
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp4"])

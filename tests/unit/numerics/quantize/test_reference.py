@@ -180,9 +180,9 @@ def spread_matrix(rows: int, cols: int, seed: int = 0, spread: float = 1.0) -> t
 @settings(max_examples=25, deadline=None)
 def test_four_over_six_takes_the_better_scale_of_each_tile(rows: int, cols: int, seed: int, spread: float) -> None:
     x = spread_matrix(rows, cols, seed, spread)
-    found = fake_quantize(x, "nvfp4_46").numpy()
+    result = fake_quantize(x, "nvfp4_46").numpy()
     for span, numbers, errors in oracle.four_over_six(x.numpy()):
-        tile = found[span]
+        tile = result[span]
         same = [bool(np.array_equal(tile, each)) for each in numbers]
         assert any(same)
         # Errors are compared in steps of 2^-20 squared units of the scale: choices that are as good may differ.
@@ -199,10 +199,10 @@ def test_the_transform_is_hadamards_matrix_for_each_group(rows: int, cols: int, 
     padded[:rows] = x.numpy()
     groups = padded.reshape(-1, 16, cols) * flips[:, None]
     expected = np.einsum("ij,gjc->gic", hadamard(16) / 4, groups).reshape(-1, cols)
-    found = rotate(x, signs)
-    np.testing.assert_array_equal(found.numpy(), expected)
-    assert torch.equal(rotate(x, torch.tensor([signs], dtype=torch.int32)), found)
-    np.testing.assert_allclose(found.double().square().sum(0), x.double().square().sum(0), rtol=1e-6)
+    actual = rotate(x, signs)
+    np.testing.assert_array_equal(actual.numpy(), expected)
+    assert torch.equal(rotate(x, torch.tensor([signs], dtype=torch.int32)), actual)
+    np.testing.assert_allclose(actual.double().square().sum(0), x.double().square().sum(0), rtol=1e-6)
 
 
 def wgrad(g: torch.Tensor, x: torch.Tensor, of_g: Rotation, of_x: Rotation, seed: int = 1) -> torch.Tensor:

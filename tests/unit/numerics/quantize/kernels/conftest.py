@@ -24,7 +24,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 @pytest.fixture(scope="module")
 def extension(library: Library) -> Any:
-    found = replay.compiled_extension()
+    result = replay.compiled_extension()
     launcher.value = library.address("launch")
-    found.configure(replay.CONSTANTS, lambda _: 0)
-    return found
+    result.configure(replay.CONSTANTS, lambda _: 0)
+    return result

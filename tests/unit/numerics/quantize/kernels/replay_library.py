@@ -77,8 +77,8 @@ def same_key(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tens
     """Random numbers at an address that is a multiple of 256 and of nothing larger that matters."""
     memory = torch.empty(1 << 14, dtype=torch.uint8)
     start = -memory.data_ptr() % 256
-    found = memory[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-    return found.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+    result = memory[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+    return result.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
 
 
 def scaled(library: Library, factor: int) -> Callable[..., Any]:

@@ -68,12 +68,12 @@ print(json.dumps([*counts, cubins(), len(again.kernels)]))
 def test_processes_compile_what_launches_read_and_a_second_call_starts_none(tmp_path: Path) -> None:
     """In a process of its own: torch's compiler takes another assembler before, and moves the cache afterwards."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", TRITON], capture_output=True, text=True, check=False, timeout=500,
         env=inherited | {"TRITON_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, second, before, after, listed = json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-3000:]
+    first, second, before, after, listed = json.loads(process.stdout.splitlines()[-1])
     assert first == [4, 4, 2, 0]
     assert second == [4, 0, 0, 0]
     assert before == after == 4  # every key under which this process looks for a kernel was there
@@ -95,10 +95,10 @@ def test_processes_that_die_or_hang_are_noticed(fault: str, tmp_path: Path, monk
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     kernels, target = [json.dumps({"name": "faulty.kernel", "key": n}) for n in range(4)], GPUTarget("cuda", 90, 32)
-    found = Compilation(kernels, target, 2, patience=60.0 if "exit" in fault else 1.0)
-    assert found.running()  # the training goes on beside it
-    assert not found.running(wait=120.0)
-    assert (found.compiled, found.processes, found.remaining) == (0, 2, 4)
+    result = Compilation(kernels, target, 2, patience=60.0 if "exit" in fault else 1.0)
+    assert result.running()  # the training goes on beside it
+    assert not result.running(wait=120.0)
+    assert (result.compiled, result.processes, result.remaining) == (0, 2, 4)
     again = Compilation(kernels, target, 2)  # they do not count as compiled
     assert again.running()
     again.close()

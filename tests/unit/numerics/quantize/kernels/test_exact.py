@@ -94,8 +94,8 @@ def test_subnormal_scales(quantizers: Quantizers, fmt: str, size: float) -> None
 
 def test_keys_from_memory(quantizers: Quantizers) -> None:
     x, (seeds, words) = matrix(40, 96), keys_of_a_step()
-    found = quantizers.call("quantize_exact", x, spec("nvfp4", "mxfp4", row_seed=words[0], col_seed=words[1]))
-    assert_same(found, operands.quantize_exact(x, spec("nvfp4", "mxfp4", row_seed=seeds[0], col_seed=seeds[1])))
+    result = quantizers.call("quantize_exact", x, spec("nvfp4", "mxfp4", row_seed=words[0], col_seed=words[1]))
+    assert_same(result, operands.quantize_exact(x, spec("nvfp4", "mxfp4", row_seed=seeds[0], col_seed=seeds[1])))
 
 
 @pytest.mark.parametrize(("row", "col"), [("nvfp4", None), (None, "nvfp4"), ("nvfp4", "mxfp8"), ("fp4", "nvfp4")])
@@ -120,8 +120,8 @@ def test_kept_weights(quantizers: Quantizers, fmt: str, current: int) -> None:
     held = CachedPair(tuple(ExactOperand(s.values.clone(), None if s.scale is None else s.scale.clone(), s.tile)
                           for s in old if s is not None), flag)  # type: ignore[arg-type]  # fmt: skip
     new = matrix(40, 70) * 3
-    found = quantizers.call("quantize_exact", new, how, held)
-    assert_same(found, old if current else operands.quantize_exact(new, how))
+    result = quantizers.call("quantize_exact", new, how, held)
+    assert_same(result, old if current else operands.quantize_exact(new, how))
 
 
 @pytest.mark.parametrize(("fmt", "rows"), [("nvfp4_hadamard", 37), ("mxfp4_hadamard", 64)])
@@ -133,9 +133,9 @@ def test_transformed_sides(quantizers: Quantizers, fmt: str, rows: int) -> None:
     check(quantizers, x, "nvfp4", fmt, row_seed=3, col_seed=5, rotation=rotation)
     check(quantizers, x, "mxfp8", fmt)
     on_device = Rotation(torch.tensor([rotation.signs], dtype=torch.int32))
-    found = quantizers.call("quantize_exact", x, spec("nvfp4", fmt, col_seed=5, rotation=on_device))
-    assert_same(found, operands.quantize_exact(x, spec("nvfp4", fmt, col_seed=5, rotation=rotation)))
-    assert found[1].values.shape == (-(-rows // 16) * 16, 270)
+    result = quantizers.call("quantize_exact", x, spec("nvfp4", fmt, col_seed=5, rotation=on_device))
+    assert_same(result, operands.quantize_exact(x, spec("nvfp4", fmt, col_seed=5, rotation=rotation)))
+    assert result[1].values.shape == (-(-rows // 16) * 16, 270)
 
 
 def test_transformed_sides_of_what_is_not_finite(quantizers: Quantizers) -> None:
@@ -160,8 +160,8 @@ def test_the_tiled_product(quantizers: Quantizers, add: bool, tiles: tuple[int, 
     wide = [s.repeat_interleave(tile, 0)[:n].repeat_interleave(128, 1)[:, :300].double()
             for s, tile, n in zip(scales, tiles, (140, 150), strict=True)]  # fmt: skip
     expected = (a.double() * wide[0]) @ (b.double() * wide[1]).t() + (1.0 if add else 0.0)
-    found = quantizers.call("tiled_product", a, scales[0], tiles[0], b, scales[1], tiles[1], out, add=add)
-    error = float((found.double() - expected).norm() / expected.norm())
+    actual = quantizers.call("tiled_product", a, scales[0], tiles[0], b, scales[1], tiles[1], out, add=add)
+    error = float((actual.double() - expected).norm() / expected.norm())
     assert error < (1e-6 if dtype is torch.float32 else 5e-3)  # the interpreter truncates to bf16
 
 
@@ -179,10 +179,10 @@ def test_wgrads_of_experts_are_added(quantizers: Quantizers, splits: tuple[int, 
     add_wgrad(g, x, rows.map.table, (True, True), expected)
     assert torch.equal(expected[1], out[1])
     for unpadded in ((True, False), (False, True), (False, False)):
-        given = [t if apart else rows.pad(t) for t, apart in zip((g, x), unpadded, strict=True)]
-        found = quantizers.call("add_wgrad", *given, rows.map.table, unpadded, out.clone())
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
-        assert torch.equal(found[1], out[1])
+        arguments = [t if apart else rows.pad(t) for t, apart in zip((g, x), unpadded, strict=True)]
+        actual = quantizers.call("add_wgrad", *arguments, rows.map.table, unpadded, out.clone())
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-4)
+        assert torch.equal(actual[1], out[1])
 
 
 @pytest.mark.parametrize(("splits", "k"), [((3, 0, 65, 130), 128), ((1100, 0, 1020), 256)])
@@ -206,17 +206,17 @@ def test_wgrads_of_experts_in_tiles_are_added(quantizers: Quantizers, splits: tu
     assert torch.equal(expected[1], out[1].double())
     of_kernel = quantizers.call("add_wgrad", *sides, device.map.table, (False, False), out.clone())
     add_wgrad(*sides, device.map.table, (False, False), of_reference := out.clone())
-    for found in (of_kernel, of_reference):
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-4)
-        assert torch.equal(found[1], out[1])
+    for actual in (of_kernel, of_reference):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=2e-4)
+        assert torch.equal(actual[1], out[1])
 
 
 def test_an_expert_s_wgrad_reads_no_other_expert_s_rows(quantizers: Quantizers) -> None:
     rows = rows_of((3, 70))
     g, x = (torch.randn(73, 128).bfloat16() for _ in range(2))
     x[3:] = torch.inf
-    found = quantizers.call("add_wgrad", rows.pad(g), x, rows.map.table, (False, True), torch.zeros(2, 128, 128))
-    torch.testing.assert_close(found[0], g[:3].float().t() @ x[:3].float(), rtol=1e-4, atol=2e-4)
+    result = quantizers.call("add_wgrad", rows.pad(g), x, rows.map.table, (False, True), torch.zeros(2, 128, 128))
+    torch.testing.assert_close(result[0], g[:3].float().t() @ x[:3].float(), rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(("cols", "backwards"), [((640,), False), ((24,), True), ((), False)])
@@ -237,12 +237,12 @@ def test_the_device_finds_the_rows_of_experts(quantizers: Quantizers, splits: tu
     """The same rows as those that the host finds, and after them tiles of no expert."""
     known, counts = rows_of(splits, backwards=backwards).map, torch.tensor(splits)
     rows = (sum(splits) + 127 * len(splits)) // 128 * 128
-    for found in (
+    for result in (
         RowMap.of_counts(counts, rows, backwards=backwards),
         quantizers.call("of_counts", counts, rows, backwards=backwards),
     ):
-        assert torch.equal(found.table, known.table)
-        experts, others = found.experts.split([len(known.experts), rows - len(known.experts)])
+        assert torch.equal(result.table, known.table)
+        experts, others = result.experts.split([len(known.experts), rows - len(known.experts)])
         assert torch.equal(experts, known.experts)
         assert (others == -1).all()
 
@@ -255,8 +255,8 @@ def test_tiles_of_no_expert_are_zero_and_no_rows_come_from_them(quantizers: Quan
     assert not padded[384:].any()
     padded[384:] = torch.nan
     assert torch.equal(quantizers.call("unpad", rows, padded, len(x)), x)
-    found = quantizers.call("quantize_operands", x, spec("fp8"), None, rows)
-    assert_operands(found, operands.quantize_operands(rows.pad(x), spec("fp8")))
+    result = quantizers.call("quantize_operands", x, spec("fp8"), None, rows)
+    assert_operands(result, operands.quantize_operands(rows.pad(x), spec("fp8")))
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_padded_rows_are_quantised_without_a_copy(
     """Bit for bit what the quantiser makes of a padded copy, zero rows included."""
     rows, how = rows_of((3, 0, 128, 130, 1), backwards=backwards), spec(fmt, row_seed=seed)
     x = matrix(262, 256)
-    found = quantizers.call("quantize_operands", x, how, None, rows.map)
-    assert_operands(found, quantizers.call("quantize_operands", rows.pad(x), how))
+    result = quantizers.call("quantize_operands", x, how, None, rows.map)
+    assert_operands(result, quantizers.call("quantize_operands", rows.pad(x), how))
     if seed is None:
-        assert_operands(found, operands.quantize_operands(x, how, None, rows.map))
+        assert_operands(result, operands.quantize_operands(x, how, None, rows.map))

@@ -19,15 +19,15 @@ def test_bits_are_the_references(quantizers: Quantizers, shape: tuple[int, int, 
     x[0, 0], x[-1, -1, -1] = 0.0, torch.nan
     packed = [partial_sums.pack_partial(each) for each in x]
     for each, expected in zip(x, packed, strict=True):
-        found = quantizers.call("pack_partial", each)
-        torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0, equal_nan=True)
+        actual = quantizers.call("pack_partial", each)
+        torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=0, equal_nan=True)
         known = expected[1].isfinite().repeat_interleave(128, 1)[:, :cols]
-        assert torch.equal(found[0][known], expected[0][known])
+        assert torch.equal(actual[0][known], expected[0][known])
     elements, scales = (torch.stack(same) for same in zip(*packed, strict=True))
     for rank in range(ranks):
         arguments = (elements, scales, x[rank], rank)
-        found, expected = quantizers.call("add_partials", *arguments), partial_sums.add_partials(*arguments)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        actual, expected = quantizers.call("add_partials", *arguments), partial_sums.add_partials(*arguments)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_of_a_wider_matrix(quantizers: Quantizers) -> None:
@@ -35,5 +35,5 @@ def test_rows_of_a_wider_matrix(quantizers: Quantizers) -> None:
     x = torch.randn(4, 384, generator=torch.Generator().manual_seed(3)).bfloat16()
     elements, scales = (t.unsqueeze(0).repeat(2, 1, 1) for t in partial_sums.pack_partial(x[2:, :128]))
     own = x[:2, 128:256]
-    found = quantizers.call("add_partials", elements, scales, own, 1)
-    assert torch.equal(found, partial_sums.add_partials(elements, scales, own, 1))
+    result = quantizers.call("add_partials", elements, scales, own, 1)
+    assert torch.equal(result, partial_sums.add_partials(elements, scales, own, 1))

@@ -89,8 +89,8 @@ def test_tiles_of_subnormal_scales(quantizers: Quantizers) -> None:
     for seeds in ({}, {"row_seed": 3, "col_seed": 4}):
         check_tiles(quantizers, x, "fp4", "fp8", **seeds)
         check_tiles(quantizers, x.t().contiguous(), "fp8", "fp4", **seeds)
-    found, _ = operands.quantize_operands(x, spec("fp4", row_seed=3))
-    assert found.values.float().abs().max() == 6
+    result, _ = operands.quantize_operands(x, spec("fp4", row_seed=3))
+    assert result.values.float().abs().max() == 6
 
 
 @pytest.mark.parametrize("formats", [("fp8", "fp8"), ("fp4", "fp8"), (None, "fp4"), ("fp8", None)])
@@ -112,8 +112,8 @@ def test_maxima_of_more_parts_than_programs(quantizers: Quantizers) -> None:
     x = torch.randn(1, 128 * 516, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     expected = x.float().abs().view(516, 128).amax(1)
     expected[:4] = torch.maximum(expected[:4], expected[512:])
-    found = quantizers.call("largest_magnitudes", x)
-    assert torch.equal(found.view(torch.float32), expected[:512])
+    actual = quantizers.call("largest_magnitudes", x)
+    assert torch.equal(actual.view(torch.float32), expected[:512])
 
 
 def test_nan_and_inf_stay_in_their_tile(quantizers: Quantizers) -> None:
@@ -145,8 +145,8 @@ def test_scales_of_bf16_numbers_are_ieee_quotients(quantizers: Quantizers) -> No
     for fmt in ("fp8", "fp4"):
         for numbers in (tiny, (1 + torch.arange(128) / 128).to(torch.bfloat16)):
             x = torch.stack([numbers, torch.zeros_like(numbers)], 1)
-            found = quantizers.call("quantize_operands", x, spec(fmt))
-            assert torch.equal(found[0].scale, operands.quantize_operands(x, spec(fmt))[0].scale)
+            result = quantizers.call("quantize_operands", x, spec(fmt))
+            assert torch.equal(result[0].scale, operands.quantize_operands(x, spec(fmt))[0].scale)
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (128, 0)])
@@ -158,9 +158,9 @@ def test_empty_matrices(quantizers: Quantizers, shape: tuple[int, int]) -> None:
 
 def test_bad_input_is_one_clear_line(quantizers: Quantizers) -> None:
     x = torch.zeros(2, 128, dtype=torch.bfloat16)
-    for given, message in ((x[0], "2-D"), (x.double(), "float64")):
+    for arguments, message in ((x[0], "2-D"), (x.double(), "float64")):
         with pytest.raises(SnipError, match=message):
-            quantizers.call("quantize_operands", given, spec("fp8"))
+            quantizers.call("quantize_operands", arguments, spec("fp8"))
 
 
 def test_weights_of_experts(quantizers: Quantizers) -> None:
@@ -171,8 +171,8 @@ def test_weights_of_experts(quantizers: Quantizers) -> None:
         assert_operands(quantizers.call("quantize_group_blocks", w, how), expected)
     for current in (0, 1):
         cached = CachedPair(kept, torch.tensor([current], dtype=torch.int32))
-        found = quantizers.call("quantize_group_blocks", w, how, cached)
-        assert_operands(found, kept if current else expected)
+        actual = quantizers.call("quantize_group_blocks", w, how, cached)
+        assert_operands(actual, kept if current else expected)
 
 
 KEYS = torch.tensor([[11, -7], [2**31 - 1, -(2**31)]], dtype=torch.int32)
@@ -185,8 +185,8 @@ def test_the_kernel_of_keys_gives_the_reference_s_words(quantizers: Quantizers) 
     for place in (1, 0, 1):
         expected = tuple(tensor.clone() for tensor in memory)
         advance(*expected, place, (1, 2))
-        found = quantizers.call("advance", *(tensor.clone() for tensor in memory), place, (1, 2))
-        for tensor, one, other in zip(memory, found[:4], expected, strict=True):
+        actual = quantizers.call("advance", *(tensor.clone() for tensor in memory), place, (1, 2))
+        for tensor, one, other in zip(memory, actual[:4], expected, strict=True):
             assert torch.equal(one, other)
             tensor.copy_(other)
     assert keys._counts.tolist() == [1, 2]
@@ -219,7 +219,7 @@ def test_a_kept_weight(quantizers: Quantizers, formats: tuple[str, str | None]) 
             made = function(seeded_matrix(160, 128), how)
             if formats[0] == "fp8_tensor":  # both have one scale, of which the interpreter's process makes two
                 made = made[0], made[1]._replace(scale=made[0].scale)
-            found = function(seeded_matrix(160, 128, seed=1), how, CachedPair(made, flag))
+            result = function(seeded_matrix(160, 128, seed=1), how, CachedPair(made, flag))
             if formats[0] == "fp8_tensor":
-                found = found[0], found[1]._replace(scale=found[0].scale)
-            assert_operands(found, first if current else second)
+                result = result[0], result[1]._replace(scale=result[0].scale)
+            assert_operands(result, first if current else second)

@@ -32,16 +32,16 @@ def test_a_replay_gives_what_the_function_gives_on_other_memory(extension: Any, 
         x, side = same_key(3, 4, seed=seed), Side(same_key(2, 6, seed=seed + 9), None, "tile")
         result = replayed.call(x, side, 7)
         assert isinstance(result[0], Side)
-        found, expected = flat(result), flat(function(x, side, 7))
-        assert len(found) == len(expected) == 6
-        for ours, truth in zip(found, expected, strict=True):
+        actual, expected = flat(result), flat(function(x, side, 7))
+        assert len(actual) == len(expected) == 6
+        for ours, truth in zip(actual, expected, strict=True):
             if isinstance(truth, Tensor):
                 assert torch.equal(ours, truth)
                 assert (ours.dtype, ours.stride()) == (truth.dtype, truth.stride())
             else:
                 assert ours == truth
-        assert found[0].untyped_storage().data_ptr() == found[3].untyped_storage().data_ptr()
-        assert found[5].data_ptr() == x.data_ptr()
+        assert actual[0].untyped_storage().data_ptr() == actual[3].untyped_storage().data_ptr()
+        assert actual[5].data_ptr() == x.data_ptr()
     assert (replayed.replays, replayed.recordings) == (3, 1)
 
 
@@ -108,11 +108,11 @@ BASE = {"shape": (4, 4), "dtype": torch.float32, "stride": (4, 1), "offset": 0, 
 
 
 def arguments(**changes: Any) -> tuple[Any, ...]:
-    given = BASE | changes
-    memory = same_key(256, seed=0).view(given["dtype"])
-    x = memory.as_strided(given["shape"], given["stride"], memory.storage_offset() + given["offset"])
-    scale = None if given["scale"] is None else same_key(*given["scale"], seed=1)
-    return x, Side(same_key(2, seed=2), scale, given["scaling"]), given["number"], given["format"]
+    options = BASE | changes
+    memory = same_key(256, seed=0).view(options["dtype"])
+    x = memory.as_strided(options["shape"], options["stride"], memory.storage_offset() + options["offset"])
+    scale = None if options["scale"] is None else same_key(*options["scale"], seed=1)
+    return x, Side(same_key(2, seed=2), scale, options["scaling"]), options["number"], options["format"]
 
 
 @pytest.mark.parametrize(
@@ -177,11 +177,11 @@ def test_a_gradient_is_added_once_where_the_function_computes_with_a_seed(
 
 # -- memory ----------------------------------------------------------------------------------------
 def test_neither_a_recording_nor_a_replay_keeps_memory(extension: Any) -> None:
-    seen: list[weakref.ref[Any]] = []
+    calls: list[weakref.ref[Any]] = []
 
     def keep(x: Tensor) -> None:
-        seen.append(weakref.ref(x.untyped_storage()))
-        seen.append(weakref.ref(x))
+        calls.append(weakref.ref(x.untyped_storage()))
+        calls.append(weakref.ref(x))
 
     def function(x: Tensor) -> Tensor:
         first = torch.empty(8)
@@ -194,11 +194,11 @@ def test_neither_a_recording_nor_a_replay_keeps_memory(extension: Any) -> None:
     for _ in range(4):
         x = same_key(4, seed=0)
         result = replayed.call(x)
-        seen.append(weakref.ref(x))
+        calls.append(weakref.ref(x))
         del x, result
     gc.collect()
     assert replayed.replays == 2
-    assert not [each for each in seen if each() is not None]
+    assert not [each for each in calls if each() is not None]
 
 
 def test_a_recording_keeps_what_owns_the_memory_of_its_arguments(extension: Any) -> None:
@@ -236,8 +236,8 @@ def test_a_missing_or_failing_compiler_is_one_line(monkeypatch: pytest.MonkeyPat
     with pytest.raises(subprocess.SubprocessError, match=r"compiler: x.cpp:1: error: no such header"):
         replay.compiled_extension()
     monkeypatch.setattr(ctypes, "CDLL", lambda _: None)
-    found, why = replay.replay_extension.__wrapped__()
-    assert found is None
+    result, why = replay.replay_extension.__wrapped__()
+    assert result is None
     assert why.startswith("Python launches kernels (")
     assert "\n" not in why
     monkeypatch.delenv("CXX")

@@ -56,8 +56,8 @@ def gradient(d: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp4", "fp8"), ("fp4", None)])
 def test_swiglu_and_its_gradient(quantizers: Quantizers, formats: tuple[str | None, str | None]) -> None:
     (d, y), how = tensors(200, 256), spec(*formats)
-    found = quantizers.call("quantize_swiglu", y, how), quantizers.call("quantize_swiglu_gradient", d, y, how)[:2]
-    for sides, matrix in zip(found, (activation(y), gradient(d, y)), strict=True):
+    result = quantizers.call("quantize_swiglu", y, how), quantizers.call("quantize_swiglu_gradient", d, y, how)[:2]
+    for sides, matrix in zip(result, (activation(y), gradient(d, y)), strict=True):
         assert_operands(sides, operands.quantize_operands(matrix, how))
 
 
@@ -68,9 +68,9 @@ def test_rows_with_factors(quantizers: Quantizers, formats: tuple[str, str | Non
     d[2, 5] = 0.0
     probs = torch.rand(200, generator=torch.Generator().manual_seed(1))
     x, g = activation(y, probs), gradient((d.float() * probs[:, None]), y)
-    found = quantizers.call("quantize_swiglu", y, how, probs)
+    actual = quantizers.call("quantize_swiglu", y, how, probs)
     *of_y, of_probs = quantizers.call("quantize_swiglu_gradient", d, y, how, probs)
-    for sides, matrix in ((found, x), (of_y, g)):
+    for sides, matrix in ((actual, x), (of_y, g)):
         for side, expected, name in zip(sides, operands.quantize_operands(matrix, how), formats, strict=True):
             if name == "bf16":
                 assert torch.equal(side.view(torch.int16), matrix.view(torch.int16))
@@ -91,10 +91,10 @@ def test_gradient_is_rounded_stochastically(quantizers: Quantizers, step: int, o
     seeds = (2**63 + 5, 7)
     keys = [torch.tensor(key_words(seed)).to(torch.int32) if on_device else seed for seed in seeds]
     cols = torch.arange(256) * step + 4
-    wanted = spec("fp4", "fp4", row_seed=seeds[0], col_seed=seeds[1], cols=cols)
+    reference = spec("fp4", "fp4", row_seed=seeds[0], col_seed=seeds[1], cols=cols)
     how = spec("fp4", "fp4", row_seed=keys[0], col_seed=keys[1], cols=cols)
     how = how._replace(keys=how.keys._replace(paired=step == 1))  # type: ignore[union-attr]
-    expected = operands.quantize_operands(gradient(d, y), wanted)
+    expected = operands.quantize_operands(gradient(d, y), reference)
     assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, how)[:2], expected)
 
 
@@ -127,8 +127,8 @@ def test_no_tokens_have_no_amax(quantizers: Quantizers) -> None:
 
 def test_the_reference_rounds_once() -> None:
     d, y = tensors(64, 128)
-    for found, expected in ((swiglu.swiglu(y), activation(y)), (swiglu.swiglu_gradient(d, y), gradient(d, y))):
+    for actual, expected in ((swiglu.swiglu(y), activation(y)), (swiglu.swiglu_gradient(d, y), gradient(d, y))):
         known = ~expected.isnan()
-        assert torch.equal(found.isnan(), ~known)
-        torch.testing.assert_close(found[known], expected[known], rtol=2**-7, atol=0)
-        assert (found[known] == expected[known]).float().mean() > 0.99
+        assert torch.equal(actual.isnan(), ~known)
+        torch.testing.assert_close(actual[known], expected[known], rtol=2**-7, atol=0)
+        assert (actual[known] == expected[known]).float().mean() > 0.99
