@@ -172,6 +172,7 @@ class Controller:
         if self.kernels is not None:
             self.kernels.close()
         figures = self._report.drain() if together else None
+        self.state.in_flight = None  # those of an earlier checkpoint have arrived since
         if self.coordinator is None:
             return
         if figures is not None and figures.step in self._fp4_shares:  # otherwise a checkpoint has recorded them

@@ -99,3 +99,16 @@ def test_a_replay_that_begins_later_has_the_map_that_was_in_force(restored: Cont
     run.steps(5, 9)
     assert run.script.of("adopt") == [5, 7]
     assert [run.formats[s] for s in (5, 6, 7)] == [Format.FP4, Format.FP4, Format.FP8]
+
+
+def test_a_loop_that_goes_on_after_its_end_counts_no_loss_twice() -> None:
+    """The state of a run that was saved before its end has figures that have arrived since."""
+    run = Run(Script(), first_update=100)
+    run.steps(0, 5)
+    run.controller.state_to_save()
+    run.steps(5, 8)
+    run.controller.close(together=True)
+    again = Run(Script(), run.controller.state, first_update=100)
+    again.steps(8, 10)
+    losses = again.controller.state.guard.losses
+    assert len(set(losses)) == len(losses) > 5
