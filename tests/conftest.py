@@ -11,8 +11,8 @@ from hypothesis import settings
 TESTS = Path(__file__).resolve().parent
 # Under xdist (--dist loadgroup) a group stays on one worker. Ranks share a server of warm processes; commands, mostly
 # one process, run beside them. The files of tests/distributed from LATER_RANKS on are a group of their own, so that two
-# workers have about as much to do.
-GROUPS = {"distributed": "ranks", "e2e": "commands", "faults": "later ranks", "gpu": "ranks", "slurm": "slurm"}
+# workers have about as much to do: 320 s with tests/faults, and 280 s.
+GROUPS = {"distributed": "ranks", "e2e": "commands", "faults": "ranks", "gpu": "ranks", "slurm": "slurm"}
 LATER_RANKS = "test_layout_matrix.py"
 
 # A deadline would assert a time; derandomised, a failure on one machine is a failure on every machine.
