@@ -3,7 +3,7 @@
     python -m benchmarks.quality.blame --out F.json [--model 26m|125m|1b] [--device cpu|cuda] [--cases N|NAME]
 
 A short training on the sources of Python's standard library makes the checkpoint of a model. Every case then starts the
-training entry with ``--snip-blame`` on it, in forked processes, after its fault was planted (:mod:`.blame_faults`).
+training entry with ``--snip-blame`` on it, in forked processes, after its fault was planted (:mod:`.blame_sites`).
 
 Counts in the result are shares of the planted faults: ``verdict_right`` (a bug or rounding), ``first`` (the blamed
 linear and GEMM, and for a bug on one rank the rank) and ``among_three``. ``healthy`` are steps without a fault of
@@ -41,7 +41,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import header, write
-from benchmarks.quality.blame_faults import BUG, HEALTHY, LINEARS, ROUNDING, Case, Catalogue, choices, install
+from benchmarks.quality.blame_faults import BUG, HEALTHY, ROUNDING, Case, Catalogue, choices
+from benchmarks.quality.blame_sites import LINEARS, install
 from benchmarks.quality.models import _EXPERTS, MODELS, Model
 
 MIXTURE = Model(

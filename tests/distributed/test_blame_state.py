@@ -13,9 +13,9 @@ LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linea
 TP = ("--tensor-model-parallel-size", "2")
 # More faults, under sequence parallelism too, and healthy steps: test_blame.py.
 FAULTS = (
-    (TP, "_lost_shard", "decoder.layers.2.mlp.linear_fc2", "reduction"),
-    (TP, "_unequal_replicas", "decoder.layers.0.pre_mlp_layernorm", "replica"),
-    ((), "_unequal_replicas", "decoder.layers.3.mlp.linear_fc1", "replica"),
+    (TP, "lost_shard", "decoder.layers.2.mlp.linear_fc2", "reduction"),
+    (TP, "unequal_replicas", "decoder.layers.0.pre_mlp_layernorm", "replica"),
+    ((), "unequal_replicas", "decoder.layers.3.mlp.linear_fc1", "replica"),
 )
 
 

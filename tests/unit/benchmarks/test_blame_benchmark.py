@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from benchmarks.quality.blame import judged, names, summary
-from benchmarks.quality.blame_faults import BUG, HEALTHY, ROUNDING, Case, Catalogue, Site, choices
+from benchmarks.quality.blame_faults import BUG, HEALTHY, ROUNDING, Case, Catalogue, choices
+from benchmarks.quality.blame_sites import Site
 
 
 def catalogue(seed: int = 1, *, ranks: bool = True) -> list[Case]:
