@@ -59,8 +59,8 @@ def layout_of(job: dict[str, Any]) -> Layout:
 def first_map(job: dict[str, Any], model: CostModel) -> dict[str, float]:
     """Return milliseconds of a step of a mixture in bf16 and under its first map, and errors of the predictions."""
     (name,) = (name for name in job["maps"] if name.startswith("snip_default"))
-    known = MODELS[job["model"]]
-    words = [*LLAMA, *job["arguments"], *known.transformer_engine, "--train-iters", "60"]
+    mixture = MODELS[job["model"]]
+    words = [*LLAMA, *job["arguments"], *mixture.transformer_engine, "--train-iters", "60"]
     if "--multi-latent-attention" in words:
         words.remove("--group-query-attention")
     layout = training_of(words, job["gpus"]).layout

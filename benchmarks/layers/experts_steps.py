@@ -330,16 +330,16 @@ def _torchao_step(problem: Problem) -> Callable[[], Tensor] | None:
     except (ImportError, OSError):
         return None
     product: Any = grouped_mm._to_fp8_blockwise_then_scaled_grouped_mm
-    ends = torch.tensor(problem.splits, device="cuda").cumsum(0).int()
+    bounds = torch.tensor(problem.splits, device="cuda").cumsum(0).int()
     linears = problem.fc1, problem.fc2
     weights = [linear.memory.detach().requires_grad_() for linear in linears]
 
     def step() -> Tensor:
         for _ in range(problem.microbatches):
             problem.x.grad = None
-            y = product(problem.x, weights[0].transpose(1, 2), ends, pad_token_groups_for_grouped_mm=False)
+            y = product(problem.x, weights[0].transpose(1, 2), bounds, pad_token_groups_for_grouped_mm=False)
             y = swiglu(y, problem.probs)
-            y = product(y, weights[1].transpose(1, 2), ends, pad_token_groups_for_grouped_mm=False)
+            y = product(y, weights[1].transpose(1, 2), bounds, pad_token_groups_for_grouped_mm=False)
             y.backward(problem.g)
             for weight, linear in zip(weights, linears, strict=True):
                 linear.gradients.add_(weight.grad)

@@ -242,8 +242,8 @@ def stock_rows(site: Site) -> None:
     forward, weights = Stock.forward, list[torch.Tensor]()
     on_load(lambda loaded: weights.append(loaded.parameters[f"{site.linear}.weight"]), main=False)
 
-    def faulty(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
-        y: torch.Tensor = forward(ctx, x, weight, *others)
+    def faulty(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        y: torch.Tensor = forward(ctx, x, weight, *arguments)
         if weights and weight is weights[0]:
             y[-2:] = 0
         return y
@@ -369,13 +369,13 @@ def wrong_offset(site: Site) -> None:
     """The first row of an expert is given to the expert before it."""
 
     def shift(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        rows, counts, *others = arguments
+        rows, counts, *further = arguments
         counts = counts.clone() if isinstance(counts, torch.Tensor) else list(counts)
         expert = site.expert or 0
         if int(counts[expert + 1]) > 0:
             moved = max(1, int(counts[expert + 1]) // 8)
             counts[expert] += moved
             counts[expert + 1] -= moved
-        return rows, counts, *others
+        return rows, counts, *further
 
     on_load(lambda loaded: loaded.modules[site.linear].register_forward_pre_hook(shift), main=False)

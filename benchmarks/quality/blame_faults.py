@@ -114,9 +114,9 @@ class Catalogue:
         if experts:
             self._bugs_of_experts()
         self._healthy(ranks=ranks, experts=experts)
-        seen = len(self.cases)
+        first_unseen = len(self.cases)
         self._unseen(ranks=ranks, experts=experts)
-        cases = self.cases[:seen] + [replace(case, unseen=True) for case in self.cases[seen:]]
+        cases = self.cases[:first_unseen] + [replace(case, unseen=True) for case in self.cases[first_unseen:]]
         # Kernels of a GPU do not call the quantiser of torch that these change.
         return cases if ranks else [case for case in cases if case.family not in ("e5m2-g", "e5m2-x", "flushed")]
 

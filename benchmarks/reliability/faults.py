@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from faults.job import Job, Layout, LostError  # noqa: E402  adds tests/distributed
-from faults.table import MOMENTS, Case, all_cases, ends  # noqa: E402
+from faults.table import MOMENTS, Case, all_cases, ends_process  # noqa: E402
 
 from benchmarks.common import commit, write  # noqa: E402
 
@@ -59,8 +59,8 @@ def run_cases(
 def chunks(layout: str) -> list[tuple[list[Case], bool]]:
     """Split the cases of a layout into trainings. Under the last layout torchrun itself restarts some killed ranks."""
     killed = [Case(moment, "rank killed") for moment in BY_TORCHRUN if layout == list(LAYOUTS)[-1]]
-    rest = [case for case in all_cases() if case not in killed]
-    parts = [[case for case in rest if ends(case) == kind] for kind in (False, True)]
+    by_job = [case for case in all_cases() if case not in killed]
+    parts = [[case for case in by_job if ends_process(case) == kind] for kind in (False, True)]
     whole = [(part[i : i + CASES], False) for part in parts for i in range(0, len(part), CASES)]
     return [*whole, *([(killed, True)] if killed else [])]
 
@@ -76,12 +76,12 @@ def main() -> int:
     args = parser.parse_args()
     body = json.loads(args.out.read_text()) if args.out.exists() else {"seconds": 0, "results": []}
     results = [line for line in body["results"] if not line["lost"]]
-    done = {(line["layout"], line["moment"], line["fault"]) for line in results}
+    judged = {(line["layout"], line["moment"], line["fault"]) for line in results}
     order = [(layout, moment) for layout in LAYOUTS for moment in MOMENTS]
     began, date = time.monotonic(), datetime.datetime.now(datetime.UTC).date().isoformat()
     with contextlib.closing(WarmRanks()) as warm:
         for layout, (chunk, torchrun) in [(name, each) for name in args.layouts for each in chunks(name)]:
-            cases = [case for case in chunk if (layout, *case) not in done]
+            cases = [case for case in chunk if (layout, *case) not in judged]
             if not cases:
                 continue
             with tempfile.TemporaryDirectory(prefix="faults-") as folder:

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/gpu")]
 
 from faults.job import NOT_REACHED, Job, LostError, curve_of, end_processes, lines_of  # noqa: E402  adds tests/distributed
-from faults.table import Case, all_cases, ends  # noqa: E402
+from faults.table import Case, all_cases, ends_process  # noqa: E402
 from forked_ranks import run_ranks  # noqa: E402
 
 from benchmarks.common import header, write  # noqa: E402
@@ -89,7 +89,7 @@ def warm_ranks() -> Any:
 
 def draw_faults(steps: int, seed: int) -> dict[int, Case]:
     """Return step → fault, one in every 50 steps, none in the first and the last of them. None ends the job."""
-    drawn, cases = random.Random(seed), [case for case in all_cases() if not ends(case)]
+    drawn, cases = random.Random(seed), [case for case in all_cases() if not ends_process(case)]
     return {begin: drawn.choice(cases) for begin in range(FAULT_EVERY, steps - FAULT_EVERY, FAULT_EVERY)}
 
 
@@ -163,9 +163,9 @@ def flatness(samples: Sequence[Mapping[str, int]]) -> Body:
     body: Body = {}
     growing = []
     for name in ("descriptors", "threads", "resident", "allocated", "device"):
-        ends = [statistics.median(sample[name] for sample in part) for part in (first, last)]
-        body[name] = [int(end) for end in ends]
-        if ends[1] - ends[0] > (1.0 if name in ("descriptors", "threads") else MEMORY_SHARE * ends[0]):
+        medians = [statistics.median(sample[name] for sample in part) for part in (first, last)]
+        body[name] = [int(end) for end in medians]
+        if medians[1] - medians[0] > (1.0 if name in ("descriptors", "threads") else MEMORY_SHARE * medians[0]):
             growing.append(name)
     if samples[-1]["files"] and samples[-1]["step"] >= 3 * UPDATES:
         last = samples[-1]["step"] // UPDATES * UPDATES  # whole intervals of updates, which write most

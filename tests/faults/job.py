@@ -20,7 +20,7 @@ from typing import Any
 
 from launch import cpu_environment, error_lines, tiny_llama_args
 
-from faults.table import ENDS, MOMENTS, Case, ends
+from faults.table import ENDS, MOMENTS, Case, ends_process
 from snip_megatron.runtime.run_data import read_events, read_metrics
 
 Layout = tuple[int, str]
@@ -82,7 +82,7 @@ class Job:
         self.folder.mkdir()
         self.steps = self.steps or self.first + (len(self.cases) + 1) * self.interval
         where = ["--snip-dir", str(self.folder / "run")]
-        if any(map(ends, self.cases)):
+        if any(map(ends_process, self.cases)):
             saved = str(self.folder / "checkpoints")
             where += ["--save", saved, "--load", saved, "--save-interval", str(self.interval)]
         curve: Curve = {}
@@ -146,7 +146,7 @@ class Job:
                 self.outcomes[index] = "stopped with a checkpoint"  # else for a case that needs a start or an end
         elif case.fault == "rank killed":
             self.outcomes[index] = "killed, and started again"
-        elif case.fault in ENDS and ends(case) and not traced and len(lines) == 1:
+        elif case.fault in ENDS and ends_process(case) and not traced and len(lines) == 1:
             self.outcomes[index] = f"ended in a line: {lines[0].split(': ', 1)[1]}"
         elif case.fault in ENDS and traced and MOMENTS[case.moment].host:
             self.outcomes[index] = "ended by Megatron's own error"

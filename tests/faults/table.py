@@ -194,7 +194,7 @@ def all_cases() -> list[Case]:
     return [case for case in cases if spoils.get(case.fault, bool)(case.moment)]
 
 
-def ends(case: Case) -> bool:
+def ends_process(case: Case) -> bool:
     """Return whether a case ends its process, or needs a checkpoint near it."""
     always = case.fault in ("rank killed", "SIGTERM") or case.moment in ("start", "end", "checkpoint")
     by_error = case.moment in ("forward and backward", "rise", "decision", "adoption") and case.fault in ENDS

@@ -6,7 +6,7 @@ from warm_ranks import WarmRanks
 
 from benchmarks.reliability.soak import draw_faults, flatness, soak
 from faults.job import NOT_REACHED
-from faults.table import Case, ends
+from faults.table import Case, ends_process
 
 
 def test_a_training_goes_on_through_faults_and_holds_what_it_held(warm: WarmRanks, tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_drawn_faults_end_no_job() -> None:
     faults = draw_faults(5000, seed=1)
     assert faults == draw_faults(5000, seed=1) != draw_faults(5000, seed=2)
     assert len(faults) == 98
-    assert not any(map(ends, faults.values()))
+    assert not any(map(ends_process, faults.values()))
 
 
 def test_the_judge_sees_what_grows() -> None:

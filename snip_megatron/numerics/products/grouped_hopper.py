@@ -65,10 +65,10 @@ class HopperGroups(GroupLoop):
         row, col = (None, None) if tiled.formats == (None, None) else self._quantize(x, tiled)
         pair = _plain(x, spec.rowwise, row), _plain(x, spec.columnwise, col)
         operands = _of_experts(pair, splits, x.device)
-        others = [fmt if operand is None else None for fmt, operand in zip(spec.formats, operands, strict=True)]
-        if others == [None, None]:
+        remaining = [fmt if operand is None else None for fmt, operand in zip(spec.formats, operands, strict=True)]
+        if remaining == [None, None]:
             return operands
-        by_expert = spec._replace(rowwise=others[0], columnwise=others[1])
+        by_expert = spec._replace(rowwise=remaining[0], columnwise=remaining[1])
         return _either(operands, super().quantize_rows(x, splits, by_expert))
 
     def _in_tiles(self, spec: OperandSpec) -> OperandSpec:
