@@ -213,8 +213,7 @@ class Suspects:
         format_of = {(name, gemm): passes.job.formats.format_of(name, Gemm(gemm)) for name, gemm in effects}
         errors = {key: _error(effects[key]) for key, fmt in format_of.items() if fmt is not Format.BF16}
         operands = {key: effects[key].mse / max(effects[key].count, 1.0) for key in errors}
-        cancellation = {key: _cancellation(effects[key]) for key in errors}
-        self.harmed = outliers(errors, {key: format_of[key].bits for key in errors}, operands, cancellation)
+        self.harmed = outliers(errors, {key: format_of[key].bits for key in errors}, operands)
         energy = {key: min(errors.get(key, 0.0), 1e3) ** 2 for key in effects}
         total = sum(energy.values()) or 1.0
         # The rise of the loss by the error of one fprop, to second order by the Fisher information.
@@ -259,10 +258,6 @@ def _error(effect: Effect) -> float:
     if not math.isfinite(effect.error) or not math.isfinite(effect.signal):
         return math.inf
     return math.sqrt(effect.error / effect.signal) if effect.signal else 0.0
-
-
-def _cancellation(effect: Effect) -> float:
-    return effect.squares / effect.signal if effect.signal > 0.0 and math.isfinite(effect.squares) else 1.0
 
 
 def _finite(value: float) -> float:

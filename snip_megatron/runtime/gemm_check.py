@@ -252,7 +252,6 @@ class Effect:
     fisher: float = 0.0  # Σ over tokens of ⟨G, E⟩², from which the change to second order follows
     error: float = 0.0  # ‖E‖²
     signal: float = 0.0  # ‖Y‖² of the GEMM's exact result Y
-    squares: float = 0.0  # Σ over the depth k of ‖a_k‖²·‖b_k‖², which is ‖Y‖² if the products of all k are independent
     mse: float = 0.0  # sum over both operands of ‖Q(x) − x‖²/‖x‖²
     underflow: float = 0.0  # the larger share of an operand's numbers that are rounded to zero
     count: float = 0.0  # number of products
@@ -294,9 +293,7 @@ class RoundingEffects(Watcher):
                 effect |= {"loss": of_tokens.sum(), "fisher": of_tokens.square().sum()}
             effect |= {"error": error.square().sum(), "signal": plain.double().square().sum()}
             effect["count"] = torch.ones_like(effect["count"])
-            of_depth = torch.ones((), dtype=torch.float64, device=self.table.device)
             for x, spec, axis in product.operands(gemm):
-                of_depth = of_depth * x.double().square().sum(1 - axis)
                 numbers = numerics.numbers(numerics.quantize(x, spec)[1 - axis])
                 if numbers.shape != x.shape:  # a Hadamard transform pads
                     continue
@@ -305,7 +302,6 @@ class RoundingEffects(Watcher):
                 lost = ((numbers == 0) & (x != 0)).sum() / (x != 0).sum().clamp_min(1)
                 effect["mse"] = effect["mse"] + mse.double()
                 effect["underflow"] = torch.maximum(effect["underflow"], lost.double())
-            effect["squares"] = of_depth.sum()
             if handle.repeats:
                 continue
             self.table[handle.state.position, index] += torch.stack(list(effect.values()))
