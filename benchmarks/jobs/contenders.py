@@ -77,7 +77,7 @@ class Contender:
         transformer_engine: whether its formats are Transformer Engine's.
         map: the format of all GEMMs of its map; None without a map.
         updates: the arguments of a budget for which it solves its own maps; empty for the budget of
-            ``--snip`` alone; None if it keeps one map or has none.
+            ``--snip`` alone. None if it keeps one map or has none.
     """
 
     arguments: tuple[str, ...] = ()

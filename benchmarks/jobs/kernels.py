@@ -121,7 +121,7 @@ def record(folder: Path) -> None:
 
 
 def summary(folder: Path) -> dict[str, Any] | None:
-    """Return what :func:`summarised` does of what was recorded in ``folder``; None if nothing was."""
+    """Return the result of :func:`summarised` for the record in ``folder``. None without a record."""
     path = folder / FILE
     return summarised(*json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 

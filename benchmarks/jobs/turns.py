@@ -28,7 +28,7 @@ class Outcome:
 
     Attributes:
         printed: standard output of all ranks.
-        error: the last line of the error output of the first rank that failed; None if all succeeded.
+        error: the last line of the error output of the first rank that failed. None if all succeeded.
         seconds: from the start of the turn to the end of the last rank.
     """
 

@@ -81,7 +81,7 @@ def adopted_maps(run: Path) -> list[dict[str, Any]]:
 
 
 def predicted_step(run: Path, bf16_ms: float | None) -> float | None:
-    """Return the milliseconds of a step that are predicted under the last map of a run directory; None if unknown.
+    """Return the milliseconds of a step that are predicted under the last map of a run directory. None if unknown.
 
     They are those of its steps in bf16, ``bf16_ms``, less what the times of its GEMMs say that the map saves; without
     such steps, those that the planner predicts.

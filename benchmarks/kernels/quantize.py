@@ -106,8 +106,8 @@ def parts(pair: OperandPair) -> Iterable[tuple[str, Operand]]:
 
 
 def difference(actual: OperandPair, expected: OperandPair) -> str | None:
-    """Return what differs, or None. Scales must be equal, and bytes of values but for 1e-4 of them, which draws decide
-    otherwise where a quotient is rounded otherwise.
+    """Return what differs, or None. Scales must be equal. Of the values 1e-4 may differ: another rounding of a quotient
+    changes what its draw decides.
     """
     for (name, side), (_, reference) in zip(parts(actual), parts(expected), strict=True):
         if not torch.equal(side.scale, reference.scale):

@@ -77,7 +77,7 @@ TINY = {"tiny E2": (128, 128, 2, 256)}
 CANDIDATES = (Format.FP8, Format.FP8_TENSOR)
 BF16: Map = ((Format.BF16,) * 3, (Format.BF16,) * 3)
 ON_DEVICE = ("bf16_torch", "snip_device", "te_grouped_", "te_single_")
-"""How the names of contenders begin whose host knows no number of rows."""
+"""Beginnings of the names of contenders whose host does not know the numbers of rows."""
 UNIFORM: dict[str, Map] = {f"snip_{fmt.value}": ((fmt,) * 3, (fmt,) * 3) for fmt in CANDIDATES}
 
 
@@ -227,7 +227,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return contender → milliseconds of a microbatch, their errors, and the map of ``snip``.
 
-    Those take part whose name begins with one of ``contenders``. The ``graphed`` run as CUDA graphs as well.
+    A contender takes part if its name begins with one of ``contenders``. The ``graphed`` run as CUDA graphs as well.
     """
     problem = Problem(shape, device, ragged=ragged, library=library)
     chosen, predicted = solved(problem, device)

@@ -196,7 +196,7 @@ def _ranks(experiments: list[Experiment]) -> int:
 
 
 def devices(gpus: list[str], ranks: int, per_device: int | None) -> list[str | None]:
-    """Return the GPUs of each run that may run at a time, as CUDA_VISIBLE_DEVICES; None for the CPU."""
+    """Return the GPUs of each run that may run at a time, as CUDA_VISIBLE_DEVICES. None for the CPU."""
     if per_device is None:
         per_device = 8 if gpus and ranks == 1 else 1
     if per_device < 1:

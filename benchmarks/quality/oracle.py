@@ -52,7 +52,7 @@ class _Owner:
     Attributes:
         row: index among the linears, then the sinks, of the table.
         weight: the parameter, with an FP32 ``main_grad``.
-        update: the optimizer's next update of this rank's elements; None if another rank reports them.
+        update: the optimizer's next update of this rank's elements. None if another rank reports them.
         gradient: the elements' gradient without any option, as the optimizer sees it.
     """
 
@@ -120,8 +120,8 @@ class Oracle:
 
     @torch.no_grad()
     def _read(self, step: MegatronStep, owner: _Owner, scale: StepScale, drift2: torch.Tensor | None) -> None:
-        """Reduce the accumulator, and add the squared drift that it causes to ``drift2`` [owners]; None for the
-        gradient without any option, which is kept instead. Collective.
+        """Reduce the accumulator, and add the squared drift that it causes to ``drift2`` [owners]. If that is None, the
+        accumulator is the gradient without any option, which is kept. Collective.
         """
         gradient, groups = step.gradient(owner.weight), self._host.groups
         if groups.dp_size > 1:

@@ -3,9 +3,9 @@ other mixers the output projection.
 
     python -m benchmarks.quality.protected RESULT.json … --runs WORK/runs [--out F.json]
 
-A result is one of ``compare``, and WORK its folder. For each run with a map that stays: of the FLOPs that its map
-keeps out of four bits, the share that the list keeps too, beside the list's share of all FLOPs, which a map that does
-not know the list reaches by chance; and the protected share of each kind of GEMM.
+A result is one of ``compare``, and WORK its folder. For each run with a map that stays, the result has the share of the
+FLOPs kept out of four bits that the list keeps too. Beside it stands the list's share of all FLOPs, which chance would
+give. It also has the protected share of each kind of GEMM.
 """
 
 from __future__ import annotations

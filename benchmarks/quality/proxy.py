@@ -56,7 +56,7 @@ class Comparison:
 class Kind:
     """What the default estimator predicts for the linears of one kind, such as ``mlp.experts.linear_fc1``, and what was
     measured, in one of the first two QUANTITIES: sums over the options of this kind, and their Spearman correlation
-    ``rho``; None if there are too few.
+    ``rho``, which is None for too few options.
     """
 
     kind: str
@@ -168,7 +168,7 @@ def _gemms(quantity: str) -> list[int]:
 
 
 def _compare(quantity: str, name: str, scores: _Scores, true: _Scores, trusted: _Trusted) -> Comparison | None:
-    """Compare one estimator in one quantity; None if it does not predict it, as ``fisher`` does no drift."""
+    """Compare one estimator in one quantity. Returns None if it does not predict this quantity."""
     kind, gemms = quantity.partition(": ")[0], _gemms(quantity)
     values, expected = (each[kind][:, gemms].ravel() for each in (scores, true))
     above = trusted[kind][:, gemms].ravel()

@@ -54,8 +54,8 @@ class _Running:
 
 @dataclass
 class Pool:
-    """Runs jobs in a fixed number of slots, each on its CUDA device of ``devices``, None for the CPU, with additional
-    variables of the environment, until the ``deadline``, a ``time.monotonic()``; None for no limit.
+    """Runs jobs in a fixed number of slots until the ``deadline``, a ``time.monotonic()`` or None. Each slot has its
+    CUDA device of ``devices``, None for the CPU, and additional variables of the environment.
     """
 
     devices: Sequence[str | None]

@@ -76,7 +76,9 @@ class Model:
     residual: float
 
     def loss(self, begins: Sequence[float], lost: np.ndarray) -> float:
-        """Return the share of the gap that a run loses whose phases lose ``lost`` each, if they lasted for ever."""
+        """Return the share of the gap that a run loses. Each phase would lose its share of ``lost`` if it lasted for
+        ever.
+        """
         count = len(self.weights)
         edges = np.array([round(begin * count) for begin in begins] + [count])
         pairs = list(itertools.pairwise(edges))

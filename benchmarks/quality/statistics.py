@@ -20,7 +20,7 @@ Block = tuple[str | None, int]
 
 @dataclass(frozen=True)
 class Row:
-    """One policy at one budget, the wanted fp4 share; None if the policy ignores it.
+    """One policy at one budget, the wanted fp4 share. None if the policy ignores it.
 
     Attributes:
         share: fp4 share of FLOPs, the mean over the runs of each run's mean over its steps. Records of earlier

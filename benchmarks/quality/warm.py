@@ -35,7 +35,7 @@ class WarmCheckpoint:
 
     @property
     def sha256(self) -> str | None:
-        """Hash of all weights after ``warm.steps`` steps; None if the checkpoint does not exist or is incomplete."""
+        """Hash of all weights after ``warm.steps`` steps. None if the checkpoint does not exist or is incomplete."""
         if not self._weights.is_dir():
             return None
         try:

@@ -51,9 +51,9 @@ ON_GPUS = (
 )
 _DELAY_S = 3.0
 MEMORY_SHARE = 0.02
-"""By which memory may grow."""
+"""Share by which memory may grow."""
 TRAINING_SHARE = 0.6
-"""Of the time that training and replay may take."""
+"""Share of the time for training and replay that the training may take."""
 Body = dict[str, Any]
 
 

@@ -195,7 +195,7 @@ class MegatronStep:
     around: Callable[[], AbstractContextManager[None]] = nullcontext  # around passes, entered by :meth:`undisturbed`
     # number of the first microbatch of a pass, 0 being the next that training reads
     first: int = field(default=0, init=False)
-    # of each microbatch in the last pass; None if the pass took all
+    # of each microbatch in the last pass. None if the pass took all
     _sequences: int | None = field(default=None, init=False)
     _restore_random_states: Callable[[], None] = field(default=lambda: None, init=False)
     _pass: range = field(default=range(0), init=False)

@@ -21,7 +21,7 @@ from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError, quoted
 
-_DEFAULTS = {"gtp_remat_size": 1}  # of arguments that quantised linears do not implement; None for all others
+_DEFAULTS = {"gtp_remat_size": 1}  # of arguments that quantised linears do not implement. None for all others
 _OPTIONS = {"bias", "allreduce_dgrad", "sequence_parallel", "tp_group"}
 _IGNORED = {"gradient_accumulation_fusion"}  # weight gradients are always accumulated into main_grad
 
