@@ -319,7 +319,8 @@ def resolve(
 ) -> SnipConfig:
     """Return the configuration of a training under SNIP.
 
-    Options that are not set get the value that suits the machine.
+    Options that are not set get the value that suits the machine. The schedule is ``auto`` beside the default budget of
+    the loss, if the run can have phases. At the default share of FP4, phases gain nothing (docs/results.md).
 
     Args:
         options: Fields of :class:`SnipConfig` that the user has set, by name. A tuple may be a text with commas.
@@ -340,10 +341,20 @@ def resolve(
     for name, value in options.items():
         if isinstance(defined[name].default, tuple):
             values[name] = tuple(value.split(",") if isinstance(value, str) else value)
+    defaults: dict[str, Any] = {"first_update": first_update(steps)}
     if "budget" in values:
         values["budget"] = _parse_budget(values["budget"])
-    chosen = defaults(values, backend, has_end=has_end, steps=steps, mock=mock, recipe=recipe)
-    return SnipConfig(enabled=True, **(chosen | values))
+    else:
+        multiplied = MULTIPLIED.get(backend, ())
+        is_native = bool(multiplied) and set(values.get("formats", recipe)) <= set(multiplied)
+        saves = is_native and in_nats(values.get("policy", "snip"), values.get("q", "split"))
+        defaults["budget"] = SHARE if not saves else FASTEST if mock else LOSS
+        has_updates = values.get("update_interval", 1) and not {"map", "replay"} & set(values)
+        if defaults["budget"] is LOSS and has_end and has_updates and values.get("granularity", "gemm") == "gemm":
+            defaults["schedule"] = "auto"
+    kind = (defaults | values)["budget"].kind
+    defaults["formats"] = candidates(kind, None if values.get("timings") == "flops" else backend, recipe)
+    return SnipConfig(enabled=True, **(defaults | values))
 
 
 def resolve_arguments(args: argparse.Namespace, backend: str | None = None) -> SnipConfig:
@@ -439,7 +450,7 @@ def _conflicts(config: SnipConfig) -> Iterator[str]:
         yield f"--snip-pin cannot be combined with --snip-{fixed[0]}: its maps are used as they are"
 
 
-# -- defaults that suit the machine -----------------------------------------------------------------------------------
+# -- what suits the machine -------------------------------------------------------------------------------------------
 def first_update(steps: int | None) -> int:
     """Return the default step of the first update in a run of ``steps`` steps. None if the number is not known."""
     return FIRST_UPDATE if steps is None else max(EARLIEST_UPDATE, min(FIRST_UPDATE, steps // 10))
@@ -470,41 +481,6 @@ def candidates(kind: str, backend: str | None, recipe: tuple[str, ...] = ()) -> 
     if kind == "fp4":
         return ("mxfp8", "nvfp4") if backend == "blackwell" else ("fp8", "fp4")
     return MULTIPLIED.get(backend, ("bf16", "fp8", "fp4"))
-
-
-def defaults(
-    options: Mapping[str, Any],
-    backend: str | None,
-    *,
-    has_end: bool,
-    steps: int | None = None,
-    mock: bool = False,
-    recipe: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    """Return the defaults of budget, formats, schedule and first update.
-
-    The schedule is ``auto`` beside the default budget of the loss, if the run can have phases. At the default share of
-    FP4, phases gain nothing (docs/results.md).
-
-    Args:
-        options: Fields of a SnipConfig that the user has set.
-        backend: See :func:`candidates`.
-        has_end: Whether training ends at a known step.
-        steps: The number of training steps. None if it is not known.
-        mock: Whether the data are random tokens.
-        recipe: See :func:`candidates`.
-    """
-    multiplied, values = MULTIPLIED.get(backend, ()), dict[str, Any](first_update=first_update(steps))
-    nats = in_nats(options.get("policy", "snip"), options.get("q", "split"))
-    if "budget" not in options:
-        saves = bool(multiplied) and nats and set(options.get("formats", recipe)) <= set(multiplied)
-        values["budget"] = SHARE if not saves else FASTEST if mock else LOSS
-        has_updates = options.get("update_interval", 1) and not {"map", "replay"} & set(options)
-        if values["budget"] is LOSS and has_end and has_updates and options.get("granularity", "gemm") == "gemm":
-            values["schedule"] = "auto"
-    kind = {**values, **options}["budget"].kind
-    values["formats"] = candidates(kind, None if options.get("timings") == "flops" else backend, recipe)
-    return values
 
 
 def dominated(budget: Budget, formats: tuple[str, ...], backend: str | None, *, times: bool = True) -> str | None:
