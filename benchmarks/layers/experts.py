@@ -24,7 +24,8 @@ once for four microbatches. Milliseconds of a microbatch, medians of interleaved
 has the relative errors of Y, ∂L/∂X and the weights' gradients to products of FP32 matrices, ``host`` the milliseconds
 that a microbatch takes the launching thread, ``saved`` the bytes of X of both linears that are saved for the backward.
 ``graphs`` has the milliseconds as a CUDA graph of the contenders whose host knows no number of rows (``--graphs``). A
-rival that fails is in ``failed`` with its error.
+contender that fails is in ``failed`` with its error. ``alone`` has the milliseconds of two steps of each contender
+right after its first one. The file is written after each contender.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ from benchmarks.layers.experts_steps import (
     Problem,
     libraries,
     library_step,
-    rival_steps,
+    makers_of_rivals,
     snip_step,
     swiglu,
 )
@@ -61,7 +63,7 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver import Choice, Item, solve
 from snip_megatron.solver.problem import Problem as SolverProblem
-from snip_megatron.timing.calibration import Workload, calibrate
+from snip_megatron.timing.calibration import Workload, calibrate, compile_kernels
 from snip_megatron.timing.cost_model import CostModel, LinearShape
 from snip_megatron.timing.measure import Measurer, clock_for
 
@@ -72,12 +74,14 @@ SHAPES = {  # hidden, ffn, experts on this GPU, rows
     "qwen3-30b E128": (2048, 768, 128, 65536),
 }
 LINEARS = ("fc1", "fc2")
-KEYS = ("mlp", "failed", "errors", "host", "graphs", "saved", "map", "predicted", "bf16", "products")
+KEYS = ("mlp", "alone", "failed", "errors", "host", "graphs", "saved", "map", "predicted", "bf16", "products")
 TINY = {"tiny E2": (128, 128, 2, 256)}
 CANDIDATES = (Format.FP8, Format.FP8_TENSOR)
 BF16: Map = ((Format.BF16,) * 3, (Format.BF16,) * 3)
+LIBRARIES = ("bf16_torch", "bf16_deepgemm")
 ON_DEVICE = ("bf16_torch", "snip_device", "te_grouped_", "te_single_")
 """Beginnings of the names of contenders whose host does not know the numbers of rows."""
+Maker = Callable[[], Callable[[], Tensor]]
 UNIFORM: dict[str, Map] = {f"snip_{fmt.value}": ((fmt,) * 3, (fmt,) * 3) for fmt in CANDIDATES}
 
 
@@ -86,7 +90,7 @@ def solved(problem: Problem, device: str) -> tuple[Map, float]:
     sizes = {name: (len(problem.splits), problem.rows, *problem.weight(name)) for name in LINEARS}
     small = Workload(((256, 256, 256),), ((256, 256),), ((256, 256),), (), tuple(sizes.values()))
     measurer = Measurer(problem.context.backend, clock_for(torch.device(device)), CANDIDATES)
-    model = CostModel(calibrate(measurer, small, {}))
+    model = CostModel(calibrate(measurer, small, {}, compilation=compile_kernels(measurer, small)))
     times = OptionTimes.predict(model, {name: _shape(name, *size) for name, size in sizes.items()}, CANDIDATES).seconds
     items = [
         Item(f"{name}:{gemm}", 0, of["bf16"], tuple(_choice(of, fmt) for fmt in (Format.BF16, *CANDIDATES)))
@@ -171,15 +175,16 @@ def errors(problem: Problem, step: Callable[[], Tensor], expected: Mapping[str, 
     }
 
 
-def refused(problem: Problem, step: Callable[[], Tensor]) -> str | None:
-    """Return why a rival's step fails, in one line, or None if it runs."""
+def first_run(problem: Problem, maker: Maker) -> Callable[[], Tensor] | str:
+    """Make a step and run it. Return the step, or why it fails in one line."""
     try:
+        step = maker()
         step()
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError, TypeError, AssertionError) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     finally:
         problem.clear()
-    return None
+    return step
 
 
 def replays(calls: Mapping[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
@@ -215,61 +220,72 @@ def milliseconds(calls: Mapping[str, Callable[[], object]], rounds: int, device:
     return times
 
 
+def makers_of_steps(problem: Problem, chosen: Map, device: str, *, ragged: bool) -> dict[str, Maker]:
+    """Return what makes the step of each contender."""
+    makers: dict[str, Maker] = {}
+    if not ragged:  # their rows must be multiples of some number
+        by_name = libraries(problem, device)
+        makers |= {f"bf16_{name}": partial(library_step, problem, library) for name, library in by_name.items()}
+        makers["snip_bf16"] = partial(snip_step, problem, BF16)
+    makers["snip"] = partial(snip_step, problem, chosen)
+    if all(grouped_products(problem.fc1.handles[0]).takes_device_rows(formats) for formats in chosen):
+        makers["snip_device"] = partial(snip_step, problem, chosen, on_device=True)
+    makers |= {name: partial(snip_step, problem, formats) for name, formats in UNIFORM.items()}
+    return makers if ragged or device == "cpu" else makers | makers_of_rivals(problem)
+
+
 def measure(
     shape: tuple[int, int, int, int],
     rounds: int,
     device: str,
     *,
-    contenders: tuple[str, ...] = ("",),
+    contenders: Sequence[str] = ("*",),
     graphed: bool = False,
     ragged: bool = False,
     library: str = "auto",
-) -> dict[str, Any]:
-    """Return contender → milliseconds of a microbatch, their errors, and the map of ``snip``.
+) -> Iterator[dict[str, Any]]:
+    """Yield what is known of a shape, again whenever a contender has run.
 
-    A contender takes part if its name begins with one of ``contenders``. The ``graphed`` run as CUDA graphs as well.
+    A contender takes part if its name matches one of ``contenders``. The ``graphed`` run as CUDA graphs as well.
     """
+    row: dict[str, Any] = {key: {} for key in KEYS} | {"predicted": None, "bf16": None}
     problem = Problem(shape, device, ragged=ragged, library=library)
     chosen, predicted = solved(problem, device)
-    calls = {name: snip_step(problem, formats) for name, formats in (UNIFORM | {"snip": chosen}).items()}
-    if all(grouped_products(problem.fc1.handles[0]).takes_device_rows(formats) for formats in chosen):
-        calls["snip_device"] = snip_step(problem, chosen, on_device=True)
-    of_libraries: dict[str, Any] = {}
-    failed: dict[str, str] = {}
-    if not ragged:  # their rows must be multiples of some number
-        calls["snip_bf16"] = snip_step(problem, BF16)
-        of_libraries = products(problem, rounds, device)
-        calls |= {f"bf16_{name}": library_step(problem, each) for name, each in libraries(problem, device).items()}
-        rivals = rival_steps(problem, contenders) if device == "cuda" else {}
-        failed = {name: error for name, call in rivals.items() if (error := refused(problem, call)) is not None}
-        calls |= {name: call for name, call in rivals.items() if name not in failed}
-    calls = {name: call for name, call in calls.items() if name.startswith(contenders)}
+    row["map"] = {name: [fmt.value for fmt in formats] for name, formats in zip(LINEARS, chosen, strict=True)}
     expected = exact(problem)
-    wrong = {name: errors(problem, call, expected) for name, call in calls.items()}
-    predicted += of_swiglu(problem, chosen, rounds, device)
-    measurable = {name: call for name, call in calls.items() if not name.startswith(("te_", "torchao_"))}
-    saved = {name: problem.saved_inputs(call) for name, call in measurable.items()}
-    times = {name: round(ms / MICROBATCHES, 3) for name, ms in milliseconds(calls, rounds, device).items()}
-    host, graphs = {}, {}
+    calls: dict[str, Callable[[], Tensor]] = {}
+    for name, maker in makers_of_steps(problem, chosen, device, ragged=ragged).items():
+        if not any(fnmatch(name, pattern) for pattern in contenders):
+            continue
+        start = time.perf_counter()
+        call = first_run(problem, maker)
+        if isinstance(call, str):
+            row["failed"][name] = call
+        else:
+            calls[name], row["errors"][name] = call, errors(problem, call, expected)
+            row["alone"] |= _of_a_microbatch(milliseconds({name: call}, 2, device))
+        print(f"  {name}: {row['alone'].get(name, call)}, after {time.perf_counter() - start:.1f} s", flush=True)
+        yield row
+    row["mlp"] = _of_a_microbatch(milliseconds(calls, rounds, device))
+    best = min((name for name in row["mlp"] if name in LIBRARIES), key=row["mlp"].__getitem__, default=None)
+    if best is not None:
+        row["mlp"], row["bf16"] = {"bf16": row["mlp"][best], **row["mlp"]}, best
     if device == "cuda":
-        host = {name: round(host_milliseconds(call) / MICROBATCHES, 3) for name, call in calls.items()}
+        row["host"] = _of_a_microbatch({name: host_milliseconds(call) for name, call in calls.items()})
+    yield row
+    row["products"] = {} if ragged else products(problem, rounds, device)
+    row["predicted"] = round(predicted + of_swiglu(problem, chosen, rounds, device), 3)
+    measurable = {name: call for name, call in calls.items() if not name.startswith(("te_", "torchao_"))}
+    row["saved"] = {name: problem.saved_inputs(call) for name, call in measurable.items()}
+    yield row
     if graphed:
         on_device = {name: call for name, call in calls.items() if name.startswith(ON_DEVICE)}
-        replayed = milliseconds(replays(on_device), rounds, device)
-        graphs = {name: round(ms / MICROBATCHES, 3) for name, ms in replayed.items()}
-    best = min((name for name in times if name in ("bf16_torch", "bf16_deepgemm")), key=times.__getitem__, default=None)
-    return {
-        "mlp": {**({} if best is None else {"bf16": times[best]}), **times},
-        "failed": failed,
-        "errors": wrong,
-        "host": host,
-        "graphs": graphs,
-        "saved": saved,
-        "map": {name: [fmt.value for fmt in formats] for name, formats in zip(LINEARS, chosen, strict=True)},
-        "predicted": round(predicted, 3),
-        "bf16": best,
-        "products": of_libraries,
-    }
+        row["graphs"] = _of_a_microbatch(milliseconds(replays(on_device), rounds, device))
+        yield row
+
+
+def _of_a_microbatch(times: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(ms / MICROBATCHES, 3) for name, ms in times.items()}
 
 
 def main() -> None:
@@ -277,7 +293,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--contenders", nargs="*", default=[""], help="beginnings of their names (default: all)")
+    parser.add_argument("--contenders", nargs="*", default=["*"], help="patterns of their names (default: all)")
     parser.add_argument("--graphs", action="store_true", help="run them as CUDA graphs, too, where a graph holds them")
     parser.add_argument("--ragged", action="store_true", help="rows that are no multiples of 128")
     parser.add_argument("--library", default="auto", help="--snip-settings gemm_library; cublas: without DeepGEMM")
@@ -292,21 +308,21 @@ def main() -> None:
     result: dict[str, Any] = header(args.commit) | {"ragged": args.ragged, "library": args.library}
     result |= {key: {} for key in KEYS}
     for name, shape in shapes.items():
+        print(name, flush=True)
         with torch.autograd.set_multithreading_enabled(False):  # as in a training under SNIP
-            found_of_shape = measure(
-                shape, args.rounds, device, contenders=tuple(args.contenders), graphed=args.graphs,
-                ragged=args.ragged, library=args.library,
-            )  # fmt: skip
-        for key, row in found_of_shape.items():
-            result[key][name] = row
+            for row in measure(
+                shape, args.rounds, device, contenders=args.contenders, graphed=args.graphs, ragged=args.ragged,
+                library=args.library,
+            ):  # fmt: skip
+                result |= {key: result[key] | {name: row[key]} for key in KEYS}
+                write(args.out, result)
         times = result["mlp"][name]
-        base = times.get("bf16", next(iter(times.values())))
+        base = times.get("bf16", next(iter(times.values()), 1.0))
         print(name, {contender: f"{ms:.2f} ms, {base / ms:.2f} x bf16" for contender, ms in times.items()})
         print(f"  host {result['host'][name]}, graphs {result['graphs'][name]}, saved {result['saved'][name]}")
         print(f"  failed {result['failed'][name]}")
         print(f"  products {result['products'][name]}, predicted {result['predicted'][name]} ms")
         print(f"  map {result['map'][name]}, bf16 by {result['bf16'][name]}, errors {result['errors'][name]}")
-        write(args.out, result)
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -231,14 +232,13 @@ def library_step(problem: Problem, library: TorchLibrary) -> Callable[[], Tensor
     return step
 
 
-def rival_steps(problem: Problem, prefixes: tuple[str, ...]) -> dict[str, Callable[[], Tensor]]:
-    """Return the steps of Transformer Engine and torchao whose names begin with one of ``prefixes``."""
-    makers = _te_makers(problem) | {"torchao_block": partial(_torchao_step, problem)}
-    steps = {name: maker() for name, maker in makers.items() if name.startswith(prefixes)}
-    return {name: step for name, step in steps.items() if step is not None}
+def makers_of_rivals(problem: Problem) -> dict[str, Callable[[], Callable[[], Tensor]]]:
+    """Return what makes the steps of Transformer Engine and torchao, as far as they are installed."""
+    torchao = all(importlib.util.find_spec(name) is not None for name in ("torchao", "deep_gemm"))
+    return _te_makers(problem) | ({"torchao_block": partial(_torchao_step, problem)} if torchao else {})
 
 
-def _te_makers(problem: Problem) -> dict[str, Callable[[], Callable[[], Tensor] | None]]:
+def _te_makers(problem: Problem) -> dict[str, Callable[[], Callable[[], Tensor]]]:
     """Return what makes Transformer Engine's steps by name; nothing if it is not installed."""
     try:
         from transformer_engine.common import recipe
@@ -319,16 +319,13 @@ def _by_cutlass(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return by_cutlass
 
 
-def _torchao_step(problem: Problem) -> Callable[[], Tensor] | None:
-    """Return torchao's step by DeepGEMM in tiles. None if either is not installed.
+def _torchao_step(problem: Problem) -> Callable[[], Tensor]:
+    """Return torchao's step by DeepGEMM in tiles.
 
     It quantises weights in every forward and backward, and its wgrad is bf16, and then added.
     """
-    try:
-        import deep_gemm  # noqa: F401
-        from torchao.prototype.moe_training.blockwise_fp8 import grouped_mm
-    except (ImportError, OSError):
-        return None
+    from torchao.prototype.moe_training.blockwise_fp8 import grouped_mm
+
     product: Any = grouped_mm._to_fp8_blockwise_then_scaled_grouped_mm
     bounds = torch.tensor(problem.splits, device="cuda").cumsum(0).int()
     linears = problem.fc1, problem.fc2
