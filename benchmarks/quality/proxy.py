@@ -16,7 +16,7 @@ from benchmarks.quality.truth import Truth
 from snip_megatron.precision import Gemm, option_id
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.run_data import step_files
-from snip_megatron.sensitivity.divergence import FPROP, FloatArray, format_column, of_formats, of_rows
+from snip_megatron.sensitivity.divergence import FPROP, FloatArray, format_column, of_formats
 from snip_megatron.sensitivity.policies import ESTIMATORS, divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
@@ -253,7 +253,7 @@ def first_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
     ΔL₁ is the RMS of the first-order change. It decreases as 1/√T and is not additive, so it serves only to rank single
     options (docs/how-it-works.md).
     """
-    n, k, active, experts = (of_rows(table, name) for name in ("n", "k", "active", "experts"))
+    n, k, active, experts = np.array([(row.n, row.k, row.active, row.experts) for row in table.linears], dtype=float).T
     from_x = (table.linear["d2"] / (table.tokens * active * k))[:, None] * format_column(table, "dx_row2", formats)
     from_w = (table.linear["gw2"] / (n * k * experts))[:, None] * format_column(table, "dw2", formats)
     scores = np.zeros((len(table.linears), len(Gemm), len(formats)))
