@@ -44,6 +44,9 @@ Diagnose = Callable[[Alarm, PrecisionMap], Mapping[str, Any]]
 _PATIENCE = 3
 """Number of dropped updates in a row from which on the time to the next try doubles."""
 
+_LONGEST = 16
+"""Update intervals after which a dropped update is tried again at the latest."""
+
 
 OnAdopt = Callable[[int, PrecisionMap], object]
 """A user's function, which every rank calls with a step and the map in force from that step on."""
@@ -510,11 +513,13 @@ class Controller:
     def _drop_update(self, step: int, unmeasured: Unmeasured, wait_s: float) -> None:
         """Drop an update on all ranks, and set the step of the next try. Rank 0 prints the reason.
 
-        The next try is after a lag. From the third failure in a row on, the time to the next try doubles.
+        The next try is after a lag. From the third failure in a row on, the time to the next try doubles, up to 16
+        update intervals.
         """
         state = self.state
         state.failures += 1
-        state.postponed = step + self.config.lag * 2 ** max(0, state.failures - _PATIENCE + 1)
+        wait = self.config.lag * 2 ** max(0, state.failures - _PATIENCE + 1)
+        state.postponed = step + min(wait, max(self.config.lag, _LONGEST * self.config.update_interval))
         if unmeasured.sequences is not None:
             state.sequences = unmeasured.sequences
         fields = {"reason": unmeasured.reason, **unmeasured.fields, "until": state.postponed, "wait_s": wait_s}

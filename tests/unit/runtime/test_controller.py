@@ -92,6 +92,12 @@ def test_a_dropped_update_is_tried_again_after_a_lag_and_after_three_ever_later(
     assert sum("3 updates in a row were dropped" in line for line in lines) == 1
 
 
+def test_the_time_between_tries_has_a_bound() -> None:
+    run = Run(Script(), ControllerState(failures=60))
+    run.controller.before_step(2, lambda clip: Unmeasured("no memory"))
+    assert run.controller.state.postponed == 2 + 16 * run.controller.config.update_interval
+
+
 @pytest.mark.parametrize("restored", [None, ControllerState(precision_map=a_map(Format.NVFP4, 9))])
 def test_a_replay_that_begins_later_has_the_map_that_was_in_force(restored: ControllerState | None) -> None:
     """From a checkpoint without SNIP, or of another run."""
