@@ -20,8 +20,7 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import StepFigures
 from snip_megatron.runtime.run_data import blame_command, read_events, read_maps, read_metrics, replayed_maps
 from snip_megatron.runtime.run_directory import RunDirectory
-from snip_megatron.runtime.sidecar import SidecarClient
-from snip_megatron.runtime.solving import Candidate, SidecarResult, SolveJob, SolverInProcess
+from snip_megatron.runtime.solving import Candidate, SidecarClient, SidecarResult, SolveJob, SolverInProcess
 from snip_megatron.sensitivity.policies import fixed_map
 from snip_megatron.sensitivity.request import PhasedRequest, SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable

@@ -28,7 +28,7 @@ from timings import RATES
 from snip_megatron import pretrain_gpt
 from snip_megatron.megatron.startup import prepare
 from snip_megatron.precision import DENSE_LAYER, Format
-from snip_megatron.runtime import sidecar
+from snip_megatron.runtime import solving
 
 NAMED = ("frozen", "spikes", "low", "tight", "replicas", "trace", "crash")
 SUMMED = ((1, torch.float32), (130, torch.float32), (384, torch.float32), (2048, torch.float32), (130, torch.bfloat16))
@@ -45,7 +45,7 @@ def main() -> int:
 
         inprocess_restart.destroy_state()
         code = pretrain_gpt.main()
-    solvers = getattr(sidecar.subprocess.Popen, "started", [])  # warm_ranks.ForkedSolver
+    solvers = getattr(solving.subprocess.Popen, "started", [])  # warm_ranks.ForkedSolver
     print("process groups left:", dist.is_initialized())
     print("solver processes left:", [solver.pid for solver in solvers if solver.poll() is None], "of", len(solvers))
     return code

@@ -25,13 +25,13 @@ from launch import cpu_environment, succeeded
 from rank_process import free_port, read_help_of_options_once, run_as_rank
 
 from snip_megatron.reporting import report
-from snip_megatron.runtime import sidecar, solving
+from snip_megatron.runtime import solving
 
 PRELOADED = (
     "snip_megatron.pretrain_gpt",
     "snip_megatron.megatron.entry",
     "snip_megatron.megatron.setup",
-    "snip_megatron.runtime.sidecar",
+    "snip_megatron.runtime.solving",
     # What a run imports on its way: half of the processor time of a training of ten steps.
     "megatron.core.datasets.helpers",
     "megatron.core.models.mimo",
@@ -135,7 +135,7 @@ def _become_rank(job: dict[str, Any], rank: int, port: int) -> None:
         _separate_wandb_media()
         if "WHOLE_MOCK_DATA" not in job["env"]:
             _shorten_mock_data()
-        sidecar.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedSolver})
+        solving.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedSolver})
 
     run_as_rank(job["module"], job["args"], prepare)
 

@@ -116,7 +116,7 @@ def _follow(rank: Rank) -> None:
     """Let ``rank`` know where the training is, trace every step, and let the solver process have faults."""
     from snip_megatron.runtime import coordinator
     from snip_megatron.runtime.controller import Controller
-    from snip_megatron.runtime.sidecar import SidecarClient
+    from snip_megatron.runtime.solving import SidecarClient
 
     first, interval, every, until = (rank.plan[name] for name in ("first", "interval", "sample_every", "until"))
     before_step, after_step = Controller.before_step, Controller.after_step

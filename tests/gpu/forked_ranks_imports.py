@@ -46,7 +46,7 @@ with no_context_on_the_card():
     prepare([], [])
     for module in (
         "transformer_engine.pytorch", "snip_megatron.pretrain_gpt", "snip_megatron.megatron.entry",
-        "snip_megatron.megatron.setup", "snip_megatron.runtime.sidecar", "megatron.core.datasets.helpers",
+        "snip_megatron.megatron.setup", "snip_megatron.runtime.solving", "megatron.core.datasets.helpers",
         "megatron.core.models.mimo", "megatron.core.tokenizers.text.models",
         "megatron.core.tokenizers.text.text_tokenizer", "plotly.graph_objects",
     ):  # fmt: skip

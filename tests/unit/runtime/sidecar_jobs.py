@@ -10,8 +10,7 @@ import numpy as np
 from sensitivity.synthetic import make_table
 
 from snip_megatron.precision.budget import Budget
-from snip_megatron.runtime.sidecar import SidecarClient
-from snip_megatron.runtime.solving import SidecarResult, SolveJob
+from snip_megatron.runtime.solving import SidecarClient, SidecarResult, SolveJob
 from snip_megatron.sensitivity.request import SolveRequest
 
 PATIENCE = 300.0  # a process that imports the solver has taken a minute on a busy machine

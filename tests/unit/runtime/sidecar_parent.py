@@ -9,7 +9,7 @@ import time
 
 from sidecar_jobs import make_job
 
-from snip_megatron.runtime.sidecar import SidecarClient
+from snip_megatron.runtime.solving import SidecarClient
 
 assert __name__ == "__main__"
 

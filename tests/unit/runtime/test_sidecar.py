@@ -11,7 +11,7 @@ import pytest
 from sidecar_jobs import alive, environment_of_a_rank, make_job, next_result, state, wait_until
 
 from snip_megatron.precision import Format
-from snip_megatron.runtime.sidecar import SidecarClient
+from snip_megatron.runtime.solving import SidecarClient
 from snip_megatron.solver import Problem
 
 Start = Callable[..., SidecarClient]
