@@ -81,7 +81,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object of a line, or None if the line is torn or has no integer ``step``."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: nested too deeply
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return record if type(step) is int else None

@@ -313,7 +313,7 @@ class Lock:
         try:
             body = json.loads(content)
             return cls(str(body["host"]), int(body["process"]), int(body["born"]), body["job"] and str(body["job"]))
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             return None
 
     @property

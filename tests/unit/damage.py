@@ -1,6 +1,7 @@
 """Damage to data from outside."""
 
 import copy
+import itertools
 import json
 import signal
 from collections.abc import Iterator
@@ -31,16 +32,11 @@ def answers() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.sampled_from([0, -1, 1, 2**31, 2**63, -(2**64), 10**400, 0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf")]),
-    st.sampled_from(["", "\0", "fp4", "nan", "/etc/passwd", "../../../x", "file:///x", "a" * 5000, "\ud800", "١"]),
-    st.sampled_from([[], {}, [[]], {"": {}}, [None] * 50, {"__class__": "os.system"}]),
-    st.text(max_size=20),
-    st.integers(),
-    st.floats(),
-)
+LONG = "a" * 5000
+OTHERS = (
+    None, True, -1, 2**63, -(2**64), 0.5, 1e-320, 1e308, float("nan"), float("inf"), "", "\0", "nan", "/etc/passwd",
+    "\ud800", "١", [], {}, [[]], {"": {}}, [None] * 50, {"__class__": "os.system"},
+)  # fmt: skip
 
 
 def places(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -50,26 +46,22 @@ def places(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(value, (*path, key))
 
 
-def damage_json(data: st.DataObject, body: Any) -> Any:
-    """Up to three places of a JSON value replaced, removed or duplicated."""
+def owner(body: Any, path: str) -> tuple[Any, str | int]:
+    """The object that holds the field at ``path``, as ``items[1].id``, and the field."""
+    *parents, key = [int(part[1:-1]) if part[0] == "[" else part for part in path.replace("[", ".[").split(".")]
+    for part in parents:
+        body = body[part]
+    return body, key
+
+
+def changed(body: Any, path: str, value: Any) -> str:
+    """The text with another value of the field at ``path``, or without the field if that is ``...``."""
     body = copy.deepcopy(body)
-    for _ in range(data.draw(st.integers(1, 3))):
-        *parents, last = data.draw(st.sampled_from([p for p in places(body) if p] or [(None,)]))
-        if last is None:
-            return data.draw(JUNK.map(copy.deepcopy))
-        owner = body
-        for key in parents:
-            owner = owner[key]
-        how = data.draw(st.sampled_from(["replace", "replace", "remove", "add"]))
-        if how == "remove":
-            del owner[last]
-        elif how == "replace":
-            owner[last] = data.draw(JUNK.map(copy.deepcopy))
-        elif isinstance(owner, list):
-            owner.append(copy.deepcopy(owner[last]))
-        else:
-            owner[data.draw(st.sampled_from(["x", "", "schema", "/etc/passwd"]))] = data.draw(JUNK.map(copy.deepcopy))
-    return body
+    holder, key = owner(body, path)
+    holder[key] = value
+    if value is ...:
+        del holder[key]
+    return json.dumps(body)
 
 
 def damage_bytes(data: st.DataObject, content: bytes) -> bytes:
@@ -85,32 +77,21 @@ def damage_bytes(data: st.DataObject, content: bytes) -> bytes:
     return content + content if how == "twice" else content[:place] + b"[" * 100_000
 
 
-def damaged(data: st.DataObject, content: bytes) -> bytes:
-    """By its structure where it is JSON, else by its bytes."""
-    if data.draw(st.booleans()):
-        try:
-            body = json.loads(content)
-        except ValueError:
-            return damage_bytes(data, content)
-        return json.dumps(damage_json(data, body)).encode("utf-8", "surrogatepass")
-    return damage_bytes(data, content)
-
-
-LONG = "a" * 5000
-
-
 def hostile(body: Any) -> Iterator[Any]:
-    """Copies of ``body`` with one value beyond float64, one long text, one long key, at every place in turn."""
+    """Copies of ``body``: at every place in turn a value beyond float64, a long text, a long key, nothing, an other."""
+    others = itertools.cycle(OTHERS)
     for *parents, last in [place for place in places(body) if place]:
-        for change in ("number", "text", "key"):
+        for change in ("number", "text", "key", "nothing", "other"):
             copied = copy.deepcopy(body)
             owner = copied
             for key in parents:
                 owner = owner[key]
-            if change != "key":
-                owner[last] = 10**400 if change == "number" else LONG
-            elif isinstance(owner, dict):
-                owner[LONG] = owner.pop(last)
+            value = owner.pop(last)
+            if change == "key" and isinstance(owner, dict):
+                owner[LONG] = value
+            elif change in ("number", "text", "other"):
+                value = {"number": 10**400, "text": LONG, "other": next(others)}[change]
+                owner.insert(last, value) if isinstance(owner, list) else owner.update({last: value})
             yield copied
 
 

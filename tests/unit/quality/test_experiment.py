@@ -1,11 +1,11 @@
 """Experiment files: the committed ones parse, faults are named by place, runs are what the file says."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from damage import changed
 
 from benchmarks.quality.experiment import Experiment, load_experiment, parse_experiment
 from benchmarks.quality.models import Data
@@ -24,16 +24,6 @@ def data(folder: str = "/data") -> Data:
 
 def parse(body: Any) -> Experiment:
     return parse_experiment(body, "e.json", "e")
-
-
-def changed(path: str, value: Any) -> Any:
-    body = copy.deepcopy(NANO)
-    *parents, last = path.split(".")
-    place = body
-    for name in parents:
-        place = place[name]
-    place[last] = value
-    return body
 
 
 def snip_config(arguments: tuple[str, ...]) -> SnipConfig:
@@ -58,7 +48,7 @@ def test_committed_experiments_give_runs_that_the_entry_accepts(path: Path) -> N
 
 def test_runs_from_a_warm_checkpoint_save_what_they_load() -> None:
     """Megatron ends in a KeyError if it loads an optimizer under --no-save-optim."""
-    runs = experiment_runs(parse(changed("from_warm.save", True)), data())
+    runs = experiment_runs(parse(json.loads(changed(NANO, "from_warm.save", True))), data())
     assert any("--no-save-optim" in run.arguments for run in runs)
     for run in runs:
         command = training_command(run.arguments, 1)

@@ -74,10 +74,10 @@ def test_non_finite_fields_become_null(tmp_path):
 def test_readers_skip_torn_lines(tmp_path):
     recorded_run(tmp_path, 3)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 3, "loss": 2.\n[1]\n{"step": "x"}\n{"step": 4, "lo')
+        file.write(b'{"step": 3, "loss": 2.\n[1]\n{"step": "x"}\n' + b"[" * 100_000 + b'\n{"step": 4, "lo')
     skipped: list[str] = []
     assert [m["step"] for m in read_metrics(tmp_path, skipped=skipped)] == [0, 1, 2]
-    assert skipped == [f"{tmp_path / 'metrics.jsonl'}: 3 damaged lines, the first is line 4"]
+    assert skipped == [f"{tmp_path / 'metrics.jsonl'}: 4 damaged lines, the first is line 4"]
     assert read_events(tmp_path / "absent") == []
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from damage import changed
 from hypothesis import given
 from hypothesis import strategies as st
 from refusal import refusal
@@ -16,53 +17,26 @@ from snip_megatron.solver import Choice, Item, Phase, Problem, Spent
 
 from .test_solve import problems, timed
 
+NAMES = [f"decoder.layers.{i}.mlp.linear_fc1:fprop" for i in range(2)]
+
 
 def body() -> dict[str, Any]:
-    return {
-        "schema": "snip.problem/1",
-        "budget": {"target": 0.75, "stage_tolerance": 0.02},
-        "items": [
-            {
-                "id": f"decoder.layers.{i}.mlp.linear_fc1:fprop",
-                "stage": 0,
-                "cost": 1.0e12,
-                "choices": [
-                    {"format": "fp8", "loss": 1e-4, "saving": 0.0},
-                    {"format": "fp4", "loss": 2e-2, "saving": 1.0e12},
-                ],
-            }
-            for i in range(2)
-        ],
-    }
+    def choices() -> list[dict[str, Any]]:
+        return [{"format": "fp8", "loss": 1e-4, "saving": 0.0}, {"format": "fp4", "loss": 2e-2, "saving": 1.0e12}]
+
+    items = [{"id": name, "stage": 0, "cost": 1.0e12, "choices": choices()} for name in NAMES]
+    return {"schema": "snip.problem/1", "budget": {"target": 0.75, "stage_tolerance": 0.02}, "items": items}
 
 
 def phased_body() -> dict[str, Any]:
-    return {
-        "schema": "snip.problem/2",
-        "budget": {"target": 0.9, "stage_tolerance": 0.02},
-        "phases": [{"steps": 250}, {"steps": 50, "target": 0.7}],
-        "spent": {"steps": 100, "achieved": 0.8},
-        "items": [
-            {
-                "id": f"decoder.layers.{i}.mlp.linear_fc1:fprop",
-                "stage": 0,
-                "cost": 4.0,
-                "choices": [
-                    {"format": "fp8", "saving": 0.0, "losses": [0.0, 1e-4]},
-                    {"format": "fp4", "saving": 4.0, "losses": [1e-3, 2e-2]},
-                ],
-                "keeps": [1],
-            }
-            for i in range(2)
-        ],
-    }
-
-
-def changed(root: dict[str, Any], path: str, value: Any) -> str:
-    """The text with another value of the field at ``path``."""
-    holder, key = owner(root, path)
-    holder[key] = value
-    return json.dumps(root)
+    result = body() | {"schema": "snip.problem/2", "budget": {"target": 0.9, "stage_tolerance": 0.02}}
+    result |= {"phases": [{"steps": 250}, {"steps": 50, "target": 0.7}], "spent": {"steps": 100, "achieved": 0.8}}
+    for item in result["items"]:
+        for choice, losses in zip(item["choices"], ([0.0, 1e-4], [1e-3, 2e-2]), strict=True):
+            del choice["loss"]
+            choice["losses"] = losses
+        item["keeps"] = [1]
+    return result
 
 
 def refused(text: str | bytes) -> str:
@@ -76,12 +50,8 @@ def test_the_example_of_the_contract() -> None:
     assert problem.budget == Budget("fp4", 0.75)
     assert problem.stage_tolerance == 0.02
     first = problem.items[0]
-    assert first == Item(
-        "decoder.layers.0.mlp.linear_fc1:fprop",
-        0,
-        1e12,
-        (Choice(Format.FP8, (1e-4,), 0.0), Choice(Format.FP4, (2e-2,), 1e12)),
-    )
+    choices = Choice(Format.FP8, (1e-4,), 0.0), Choice(Format.FP4, (2e-2,), 1e12)
+    assert first == Item(NAMES[0], 0, 1e12, choices)
     joint = changed(body(), "items[1].joint", {first.id: {"fp4": 2.0}})
     assert Problem.from_json(joint).items[1].joint == {first.id: {Format.FP4: 2.0}}
     assert Problem.from_json(changed(body(), "budget.stage_tolerance", None)).stage_tolerance is None
@@ -93,13 +63,8 @@ def test_the_example_of_phases() -> None:
     assert problem.phases == (Phase(250), Phase(50, 0.7))
     assert problem.spent == Spent(100, 0.8)
     assert problem.steps == 400
-    assert problem.items[1] == Item(
-        "decoder.layers.1.mlp.linear_fc1:fprop",
-        0,
-        4.0,
-        (Choice(Format.FP8, (0.0, 1e-4), 0.0), Choice(Format.FP4, (1e-3, 2e-2), 4.0)),
-        keeps=(1,),
-    )
+    choices = Choice(Format.FP8, (0.0, 1e-4), 0.0), Choice(Format.FP4, (1e-3, 2e-2), 1e12)
+    assert problem.items[1] == Item(NAMES[1], 0, 1e12, choices, keeps=(1,))
 
 
 @st.composite
@@ -128,25 +93,12 @@ def test_json_round_trip(problem: Problem) -> None:
     assert Problem.from_json(problem.to_json()) == problem
 
 
-PATHS = ["schema", "budget", "items", "budget.target", "budget.stage_tolerance"] + [
-    f"items[1].{key}" for key in ("id", "stage", "cost", "choices", "choices[0].format", "choices[0].loss")
-]
-
-
-def owner(root: dict[str, Any], path: str) -> tuple[Any, str | int]:
-    """The object that holds the field at ``path``, and the field."""
-    *parents, key = [int(part[1:-1]) if part[0] == "[" else part for part in path.replace("[", ".[").split(".")]
-    for part in parents:
-        root = root[part]  # type: ignore[index]
-    return root, key
+PATHS = ["schema", "budget.target", "budget.stage_tolerance", "items[1].cost", "items[1].choices[0].loss"]
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_missing_field_is_named(path: str) -> None:
-    root = body()
-    holder, key = owner(root, path)
-    del holder[key]
-    assert refused(json.dumps(root)) == f"{path}: missing"
+    assert refused(changed(body(), path, ...)) == f"{path}: missing"
 
 
 BAD_VALUES = [
