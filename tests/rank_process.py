@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.managers import SyncManager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def free_port() -> int:
@@ -36,6 +36,15 @@ def read_help_of_options_once() -> None:
     read = functools.partial(factory._get_field_docstrings, object.__new__(factory))
     factory._get_field_docstrings = staticmethod(functools.cache(read))
     add_megatron_arguments(argparse.ArgumentParser())
+
+
+def replace_target(target: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Call ``make(function)`` in place of the function that ``module:Class.name`` names."""
+    module, _, path = target.partition(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    genuine = getattr(owner, name)
+    setattr(owner, name, functools.wraps(genuine)(make(genuine)))
 
 
 def run_as_rank(module: str, arguments: list[str], prepare: Callable[[], None]) -> NoReturn:

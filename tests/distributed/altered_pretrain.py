@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_process import replace_target
 from timings import RATES
 
 from snip_megatron import pretrain_gpt
@@ -184,20 +185,14 @@ def fail() -> None:
         now[0] = step
         begin(controller, step, *args)
 
-    def install(target: str, planned: dict[int, str]) -> None:
-        module, _, path = target.partition(":")
-        *owners, name = path.split(".")
-        owner = functools.reduce(getattr, owners, importlib.import_module(module))
-        genuine = getattr(owner, name)
-
-        @functools.wraps(genuine)
+    def make(planned: dict[int, str], genuine: Any) -> Any:
         def failing(*args: Any, **named: Any) -> Any:
             error = planned.pop(now[0], None)
             if error is not None:
-                raise errors.get(error, RuntimeError)(f"injected into {name}")
+                raise errors.get(error, RuntimeError)(f"injected into {genuine.__name__}")
             return genuine(*args, **named)
 
-        setattr(owner, name, failing)
+        return failing
 
     Controller.before_step = before_step  # type: ignore[method-assign]
     targets: dict[str, dict[int, str]] = {}
@@ -205,7 +200,7 @@ def fail() -> None:
         if rank == int(os.environ["RANK"]):
             targets.setdefault(target, {})[step] = error
     for target, planned in targets.items():
-        install(target, planned)
+        replace_target(target, functools.partial(make, planned))
 
 
 def replicas() -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -35,81 +34,42 @@ def tiny_llama_args(*extra: str, iters: int = 10, mock_data: bool = True) -> lis
 
 
 def run_ranks(
-    nproc: int, args: Sequence[str], *, timeout: float = 400, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    """As :func:`start_ranks`; returns the finished process with its output.
-
-    After ``timeout`` seconds all ranks are ended and TimeoutExpired raised, with the output so far.
-    """
-    return finish(start_ranks(nproc, args, **options), timeout)
-
-
-def run_alone(
-    args: Sequence[str], *, env: Mapping[str, str] | None = None, tmp: Path
-) -> subprocess.CompletedProcess[str]:
-    """The entry in one process without a launcher, as :func:`run_ranks` otherwise."""
-    outer = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.run(
-        [sys.executable, "-m", "snip_megatron.pretrain_gpt", *args],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-        cwd=tmp,
-        env={**outer, **cpu_environment(), **(env or {})},
-    )
-
-
-def start_ranks(
-    nproc: int,
+    ranks: int,
     args: Sequence[str],
     *,
-    module: str = "snip_megatron.pretrain_gpt",
-    env: Mapping[str, str] | None = None,
+    module: str,
+    env: Mapping[str, str],
     tmp: Path,
-    launcher: Sequence[str] = ("--standalone",),
-) -> subprocess.Popen[str]:
-    """Start ``-m module args`` on ``nproc`` ranks in the folder ``tmp``. ``--standalone``: torchrun chooses a port."""
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(nproc)]
-    return subprocess.Popen(
-        [*command, "-m", module, *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp,
-        env={**os.environ, **cpu_environment(), **(env or {})},
-    )
+    restarts: int = 0,
+    timeout: float = 400.0,
+) -> subprocess.CompletedProcess[str]:
+    """``-m module args`` on ranks that torchrun starts in the folder ``tmp``, and restarts up to ``restarts`` times.
+
+    Output goes to files and not to pipes, which Megatron's server of checkpoint queues would hold open.
+    """
+    tmp.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--max-restarts={restarts}"]
+    command += ["--monitor-interval=0.2", f"--nproc-per-node={ranks}", "-m", module, *args]
+    # Ranks that are restarted must not find the addresses of dead ones.
+    environment = os.environ | cpu_environment() | env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with (tmp / "out").open("w") as out, (tmp / "err").open("w") as err:
+        code = subprocess.call(command, stdout=out, stderr=err, cwd=tmp, env=environment, timeout=timeout)
+    return subprocess.CompletedProcess(args, code, (tmp / "out").read_text(), (tmp / "err").read_text())
 
 
-def finish(process: subprocess.Popen[str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """Wait for a process of :func:`start_ranks`; on a timeout kill it and all that it started."""
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired as expired:
-        kill(process)
-        out, err = process.communicate()
-        raise subprocess.TimeoutExpired(process.args, timeout, out, err) from expired
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    """End a process of :func:`start_ranks`: asked to terminate, torchrun ends its ranks, by force after 30 s."""
-    process.terminate()
-    try:
-        process.wait(timeout=45)
-    except subprocess.TimeoutExpired:
-        process.kill()
+def run_alone(args: Sequence[str], *, env: Mapping[str, str], tmp: Path) -> subprocess.CompletedProcess[str]:
+    """The entry in one process without a launcher."""
+    outer = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {**outer, **cpu_environment(), **env}
+    command = [sys.executable, "-m", "snip_megatron.pretrain_gpt", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=tmp, env=environment)
 
 
 def cpu_environment() -> dict[str, str]:
     """Variables for a quiet run on the CPU, with the repository and these helpers importable."""
+    folders = (str(REPOSITORY), str(Path(__file__).parent), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH"))
     return {
-        "PYTHONPATH": os.pathsep.join(
-            filter(
-                None,
-                (str(REPOSITORY), str(Path(__file__).parent), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")),
-            )
-        ),
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "CUDA_VISIBLE_DEVICES": "",

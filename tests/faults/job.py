@@ -11,14 +11,13 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch import cpu_environment, error_lines, tiny_llama_args
+from launch import error_lines, run_ranks, tiny_llama_args
 
 from faults.table import ENDS, MOMENTS, Case, ends_process
 from snip_megatron.runtime.run_data import read_events, read_metrics
@@ -122,7 +121,7 @@ class Job:
         if self.torchrun:  # whose ranks read all of the mock data
             env["WHOLE_MOCK_DATA"] = "1"
         if self.torchrun and cases:
-            process = by_torchrun(world, args, env, tmp, restarts=len(cases))
+            process = run_ranks(world, args, module=TRAINER, env=env, tmp=tmp, restarts=len(cases), timeout=_LIMIT_S)
         else:
             limit = _LIMIT_S if share is None else share + _STOP_S
             process = self.warm.run(world, args, module=TRAINER, env=env, tmp=tmp, timeout=limit, grace=_GRACE_S)
@@ -204,20 +203,6 @@ class Job:
 def _lack(what: str, steps: set[int]) -> None:
     if steps:
         raise LostError(f"{what}: steps {sorted(steps)[:5]} are missing, unsaid")
-
-
-def by_torchrun(
-    ranks: int, args: list[str], env: Mapping[str, str], tmp: Path, restarts: int
-) -> subprocess.CompletedProcess[str]:
-    """Run in files and not in pipes, which Megatron's server of checkpoint queues would hold open."""
-    tmp.mkdir()
-    # Ranks that are restarted must not find the addresses of dead ones.
-    environment = os.environ | cpu_environment() | env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--max-restarts={restarts}"]
-    command += ["--monitor-interval=0.2", f"--nproc-per-node={ranks}", "-m", TRAINER, *args]
-    with (tmp / "out").open("w") as out, (tmp / "err").open("w") as err:
-        code = subprocess.call(command, stdout=out, stderr=err, cwd=tmp, env=environment, timeout=_LIMIT_S)
-    return subprocess.CompletedProcess(args, code, (tmp / "out").read_text(), (tmp / "err").read_text())
 
 
 def curve_of(folder: Path, start: str) -> Curve:

@@ -9,7 +9,6 @@ steps. At the time ``until`` the training ends at its next step, as after a SIGT
 """
 
 import functools
-import importlib
 import json
 import os
 import signal
@@ -18,6 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from rank_process import replace_target
 
 from faults.table import IN_SOLVER, MOMENTS, Case
 
@@ -97,19 +98,16 @@ def main() -> int:
 
 
 def _wrap(rank: Rank, moment: str) -> None:
-    module, _, path = MOMENTS[moment].target.partition(":")
-    *owners, name = path.split(".")
-    owner = functools.reduce(getattr, owners, importlib.import_module(module))
-    genuine = getattr(owner, name)
+    def make(genuine: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if moment in ("start", "end"):
+                rank.controller = args[0]
+            case = rank.take(moment)
+            return genuine(*args, **kwargs) if case is None else case.inject(rank, genuine, *args, **kwargs)
 
-    @functools.wraps(genuine)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if moment in ("start", "end"):
-            rank.controller = args[0]
-        case = rank.take(moment)
-        return genuine(*args, **kwargs) if case is None else case.inject(rank, genuine, *args, **kwargs)
+        return call
 
-    setattr(owner, name, call)
+    replace_target(MOMENTS[moment].target, make)
 
 
 def _follow(rank: Rank) -> None:
