@@ -57,24 +57,16 @@ def only_on_zero(value: Any) -> Any:
     return value if dist.get_rank() == 0 else None
 
 
-def agree() -> dict[str, Any]:
-    """A map, then no candidates, then a late answer; the codes arrive wherever they are wanted."""
-    channel = MapChannel(NAMES, CPU)
-    received = channel.agree(only_on_zero(a_map()))
-    return {
-        "map": json.loads(received.to_json()),
-        "digest": received.digest(NAMES),
-        "others": [channel.agree(only_on_zero(value)) for value in ([], None)],
-    }
-
-
-def corrupted(rank: int, faults: int) -> dict[str, Any]:
+def plan(faults: int = 0, rank: int = 1) -> dict[str, Any]:
+    """A candidate with its map and plan, of which a rank receives some broadcasts damaged."""
     channel = FaultyChannel(faults if dist.get_rank() == rank else 0)
+    candidates = (Candidate(a_map(), "snip", 0.5, plan=a_plan()),)
     try:
-        digest = channel.agree(only_on_zero(a_map())).digest(NAMES)
+        (candidate,) = channel.agree(only_on_zero(candidates))
     except MapMismatchError as error:
         return {"error": str(error), "exit_code": error.exit_code, "broadcasts": channel.broadcasts}
-    return {"digest": digest, "broadcasts": channel.broadcasts}
+    received = {"map": json.loads(candidate.precision_map.to_json()), "digest": candidate.precision_map.digest(NAMES)}
+    return received | {"plan": candidate.plan and candidate.plan.as_dict(), "broadcasts": channel.broadcasts}
 
 
 def other_model() -> dict[str, Any]:
@@ -92,15 +84,10 @@ def a_plan() -> PrecisionPlan:
     return PrecisionPlan((PlanPhase(4, a_map()), PlanPhase(9, other)), 20, 7, "optimal", 0.5, 0.25, 0.75, 0.76)
 
 
-def plan(rank: int = 0, faults: int = 0) -> dict[str, Any]:
-    channel = FaultyChannel(faults if dist.get_rank() == rank else 0)
-    (candidate,) = channel.agree(only_on_zero((Candidate(a_map(), "snip", 0.5, plan=a_plan()),)))
-    return {"plan": candidate.plan and candidate.plan.as_dict(), "broadcasts": channel.broadcasts}
-
-
-def steps() -> dict[str, Any]:
+def others() -> dict[str, Any]:
+    """A replay's schedule, then no candidates, then a late answer."""
     channel = MapChannel(NAMES, CPU)
-    return {"steps": channel.agree(only_on_zero([3, 50, 2**40])), "none": channel.agree(only_on_zero([]))}
+    return {"values": [channel.agree(only_on_zero(value)) for value in ([3, 50, 2**40], [], None)]}
 
 
 def report() -> dict[str, Any]:
@@ -116,13 +103,11 @@ def report() -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
-    "agree": agree,
-    "corrupted_twice": lambda: corrupted(1, 2),
-    "corrupted_always": lambda: corrupted(1, 3),
-    "other_model": other_model,
     "plan": plan,
-    "corrupted_plan": lambda: plan(1, 2),
-    "steps": steps,
+    "corrupted_twice": lambda: plan(2),
+    "corrupted_always": lambda: plan(3),
+    "other_model": other_model,
+    "others": others,
     "report": report,
 }
 
