@@ -27,12 +27,10 @@ def test_what_each_rank_finds_is_one_line_over_all_ranks(warm: WarmRanks, tmp_pa
     ("extra", "message"),
     [
         (["--snip", "--snip-budget", "fp4=1.7"], "--snip-budget fp4=1.7: the share must be a number between 0 and 1"),
-        (["--snip-buget", "1"], "unrecognized arguments: --snip-buget; did you mean --snip-budget?"),
         (["--snip-no-compat", "cpu"], "no CUDA device is visible and --snip-no-compat cpu forbids running on the CPU"),
         (["--tensor-model-parallel-size", "2"], "Megatron refuses the arguments: world size (1) is not divisible"),
         (["--attention-backend", "local"], "Megatron refuses the arguments: TypeError: 'NoneType' object is not sub"),
         (["--non-persistent-ckpt-type", "local"], "Megatron refuses the arguments: nvidia_resiliency_ext is required "),
-        (["--logits-load-dir", "logits"], "--logits-load-dir is not supported by this entry"),
         (
             ["--snip", "--snip-map", "map.json"],
             "--snip-map map.json: names decoder.layers.4.mlp.linear_fc1, which this ",

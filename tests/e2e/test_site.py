@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from snip_megatron.runtime.config import SnipConfig
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -36,13 +34,3 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     assert not {target for target in loaded if re.match(r"(https?:)?//", target)}
     for sheet in site.rglob("*.css"):
         assert not re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", sheet.read_text(encoding="utf-8")), sheet
-
-
-def test_every_argument_is_in_the_reference(site: Path) -> None:
-    text = (site / "arguments.html").read_text(encoding="utf-8")
-    names = set(SnipConfig().as_dict()) - {"enabled"}
-    assert len(names) > 30
-    missing = {
-        n for n in names if f"<code>--snip-{n.replace('_', '-')}" not in text and f"<code>{n}</code>" not in text
-    }
-    assert not missing

@@ -52,18 +52,11 @@ def test_adopt_sets_all_three_formats_of_every_local_linear() -> None:
     assert registry[str(first)].formats == (Format.FP8, Format.FP4, Format.BF16)
     assert registry[str(second)].formats == (Format.FP8, Format.FP8, Format.FP8)
     assert registry.current is new
+    assert registry.context.map_is_quantized
     assert [h.id for h in registry] == [second, first]
     assert len(registry) == 2
-
-
-def test_adopt_of_a_map_by_linear_and_of_a_map_that_names_nothing() -> None:
-    linear = LinearId("decoder", 0, "mlp.linear_fc1")
-    registry = registry_of(linear)
-    registry.adopt(PrecisionMap(choices={str(linear): Format.FP4}))
-    assert registry[str(linear)].formats == (Format.FP4,) * 3
-    assert registry.context.map_is_quantized
     registry.adopt(PrecisionMap(choices={}))
-    assert registry[str(linear)].formats == ALL_BF16
+    assert registry[str(first)].formats == ALL_BF16
     assert not registry.context.map_is_quantized
 
 

@@ -29,9 +29,17 @@ class Counting(GemmBackend):
         return super().quantize(x.detach().clone() if spec.weight else x, spec, cached)
 
 
-@pytest.fixture
-def linear() -> Any:
-    return stock_linear(128, 128, dtype=torch.bfloat16)
+def registered(backend: Any, formats: Formats, k: int = 256, *, device: bool = False) -> tuple[Any, LinearRegistry]:
+    linear = stock_linear(128, k, dtype=torch.bfloat16)
+    context = StepContext(backend=backend, seed=5, dp_rank=1, dp_size=3)
+    handle = convert(linear, context, formats)
+    registry = LinearRegistry([LinearRow(handle.name, 0, 1, 1)], context)
+    registry.add(handle)
+    linear.weight.main_grad = torch.zeros(linear.weight.shape)
+    linear.weight.grad_added_to_main_grad = False
+    if device:
+        registry.device = DeviceStep([handle], [0], torch.device("cpu"))
+    return linear, registry
 
 
 @pytest.fixture
@@ -40,12 +48,13 @@ def backend() -> Counting:
 
 
 @pytest.fixture
-def registry(linear: Any, backend: Counting) -> LinearRegistry:
-    context = StepContext(backend=backend)
-    handle = convert(linear, context, (FP8, FP8, FP8))
-    registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in [handle.name]], context)
-    registry.add(handle)
-    return registry
+def registry(backend: Counting) -> LinearRegistry:
+    return registered(backend, (FP8, FP8, FP8), 128)[1]
+
+
+@pytest.fixture
+def linear(registry: LinearRegistry) -> Any:
+    return next(iter(registry)).module
 
 
 def step(linear: Any, microbatches: int = 3) -> torch.Tensor:
@@ -99,19 +108,6 @@ TENSOR = Format.FP8_TENSOR
 FORMATS: list[Formats] = [(FP8, FP4, FP8), (TENSOR, TENSOR, FP4), (BF16, FP4, BF16),
                           (Format.NVFP4_46, Format.NVFP4, Format.NVFP4_HADAMARD)]  # fmt: skip
 HOPPER = hopper()
-
-
-def registered(backend: Any, formats: Formats, *, device: bool) -> tuple[Any, LinearRegistry]:
-    linear = stock_linear(128, 256, dtype=torch.bfloat16)
-    context = StepContext(backend=backend, seed=5, dp_rank=1, dp_size=3)
-    handle = convert(linear, context, formats)
-    registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in [handle.name]], context)
-    registry.add(handle)
-    linear.weight.main_grad = torch.zeros(linear.weight.shape)
-    linear.weight.grad_added_to_main_grad = False
-    if device:
-        registry.device = DeviceStep([handle], [0], torch.device("cpu"))
-    return linear, registry
 
 
 def train(linear: Any, registry: LinearRegistry, steps: int = 3, microbatches: int = 3) -> list[torch.Tensor]:

@@ -1,9 +1,12 @@
 """Layouts: blocks as Megatron places them, sizes that it would refuse refused."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from refusal import refusal
 
 from .formula import SMALL, layout, with_blocks
@@ -11,22 +14,12 @@ from .formula import SMALL, layout, with_blocks
 
 @pytest.mark.parametrize(("blocks", "pp"), [(8, 1), (8, 4), (126, 9)])
 def test_stages_are_megatrons(blocks: int, pp: int) -> None:
-    block = pytest.importorskip("megatron.core.transformer.transformer_block")
-    layer = pytest.importorskip("megatron.core.transformer.transformer_layer")
     result = layout(with_blocks(SMALL, blocks), pp=pp)
-    config = SimpleNamespace(
-        num_layers=blocks,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=None,
-        pipeline_model_parallel_layout=None,
-        num_layers_in_first_pipeline_stage=None,
-        num_layers_in_last_pipeline_stage=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-    )
+    sizes = {"num_layers": blocks, "hidden_size": 64, "num_attention_heads": 4, "pipeline_model_parallel_size": pp}
+    config = TransformerConfig(**sizes, pipeline_dtype=torch.bfloat16)
     for stage in range(pp):
-        count = block.get_num_layers_to_build(config, pp_rank=stage)
-        first = layer.get_transformer_layer_offset(config, pp_rank=stage)
+        count = get_num_layers_to_build(config, pp_rank=stage)
+        first = get_transformer_layer_offset(config, pp_rank=stage)
         assert [rows[0].id.layer for rows in result.stages[stage]] == list(range(first, first + count))
 
 

@@ -1,10 +1,6 @@
-"""Step times: the rules that the output states, on times that follow a formula."""
-
-import math
+"""Step times: the rules that the output states, on times that follow a formula. The sum: megatron/test_times.py."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from snip_megatron.planner.step_time import ELEMENTWISE, Links, StepModel
 from snip_megatron.precision import ALL_BF16, Format
@@ -58,25 +54,3 @@ def test_tensor_parallel_communication() -> None:
     step = StepModel(chosen, FlopsModel(), LINKS).step(lambda row: FP4)
     passes = chosen.microbatches * len(chosen.stages[0])
     assert step.stages[0]["tensor_parallel"] == pytest.approx(passes * 12 * one)
-
-
-@settings(max_examples=40)
-@given(
-    st.sampled_from(((1, 1), (2, 1), (4, 1), (2, 2))),
-    st.sampled_from((1, 2)),
-    st.sampled_from((1, 4)),
-    st.integers(1, 3),
-    st.lists(st.sampled_from(tuple(Format)), min_size=3, max_size=3),
-)
-def test_fixed_seconds_and_linears_make_the_step(
-    pipeline: tuple[int, int], dp: int, tp: int, rounds: int, formats: list[Format]
-) -> None:
-    """What the solver minimises, times the bubble, is the predicted step, whatever the formats."""
-    pp, vpp = pipeline
-    chosen = layout(pp=pp, vpp=vpp, dp=dp, tp=tp, global_batch_size=rounds * pp * dp)
-    model = step_model(chosen)
-    fprop, dgrad, wgrad = formats
-    step = model.step(lambda row: (fprop, dgrad, wgrad))
-    linears = sum(model.linear(row, (fprop, dgrad, wgrad)) for row in chosen.stages[0][0])
-    slowest = max(fixed + linears * len(chosen.stages[stage]) for stage, fixed in model.fixed_seconds().items())
-    assert math.isclose(step.total, chosen.bubble * slowest, rel_tol=1e-9)

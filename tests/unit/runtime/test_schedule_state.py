@@ -41,12 +41,12 @@ def restored_from(run: Run) -> ControllerState:
 def test_an_update_asks_for_the_phases_that_remain_with_what_will_be_spent() -> None:
     script = Script({1: [planned(1, 20, at_4=FP4, at_10=FP8)], 2: [planned(2, 20, at_10=FP4)]})
     script.answers[3] = [planned(3, 20, at_16=FP4)]
-    run = Run(script, timeline=phased(), update_interval=6)
+    run = Run(script, timeline=phased(standing=0.15), update_interval=6)
     run.steps(0, 20)
     first, second, _ = script.phases
     assert (first.begins, first.steps, first.budgets) == ((4, 10), (6, 10), (None, 0.25))
     assert first.change == (None, ("*:fprop",))
-    assert (first.standing, first.carried) == ((0.0, 1.0), (0.3, 0.5))
+    assert (first.standing, first.carried) == ((0.0, 0.15), (0.3, 0.5))
     assert (first.spent_steps, first.spent) == (4, 0.0)  # two steps of the lag under bf16
     assert second is not None  # submitted before 8, in force from 10: four steps in fp4, two more of the lag
     assert (second.begins, second.steps) == ((10,), (10,))

@@ -13,9 +13,9 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.runtime.stored_problems import StoredUpdate, find_stored, is_statistics, rebuild
 from snip_megatron.sensitivity import SolveRequest, build_problem
-from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.cost_model import LinearShape, load_cost_model
+from tests.unit.sensitivity.test_problem import PHASES
 
 STEPS = (10, 30)
 MEASURED = ("fp8", "fp8_tensor", "fp4")
@@ -71,18 +71,6 @@ def test_a_run_that_did_not_record_its_request(tmp_path: Path) -> None:
     with pytest.raises(SnipError, match=r"facts.request: missing"):
         rebuild(stored(old), {"q": "paper"}, None)
     assert stored(old).problem().budget.value == 0.75
-
-
-PHASES = PhasedRequest(
-    begins=(32, 60),
-    steps=(28, 40),
-    budgets=(None, None),
-    change=(None, ("*:fprop",)),
-    standing=(0.0, 1.0),
-    carried=(0.4, 0.3),
-    spent_steps=32,
-    spent=0.9,
-)
 
 
 def test_an_update_of_phases_is_solved_again_for_one_map(tmp_path: Path) -> None:

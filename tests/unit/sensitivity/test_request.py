@@ -1,47 +1,11 @@
-"""Requests: the phases of a run that remain, and what an error costs in each."""
+"""What an error costs in each phase of a run. The phases that remain: runtime/test_schedule_state.py."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.phases import Schedule, SchedulePhase
-from snip_megatron.sensitivity.request import PhasedRequest, carried_weights
-
-
-def test_what_remains_of_a_schedule() -> None:
-    phases = (
-        SchedulePhase(0.0, Budget("fp4", 0.9)),
-        SchedulePhase(0.25, Budget("speedup", 1.2), ("*:fprop",)),
-        SchedulePhase(0.5, change=("*:wgrad",)),
-        SchedulePhase(0.75),
-    )
-    calls: list[Sequence[int]] = []
-
-    def carried(begins: Sequence[int]) -> list[float]:
-        calls.append(begins)
-        return [0.4, 0.2, 0.1]
-
-    arguments: dict[str, Any] = {"carried": carried, "spent_steps": 20, "spent": 0.9}
-    request = PhasedRequest.of_schedule(Schedule(phases), (10, 110), 40, standing=1.0, **arguments)
-    assert request == PhasedRequest(
-        begins=(40, 60, 85),
-        steps=(20, 25, 25),
-        budgets=(1.2, None, None),
-        change=(("*:fprop",), ("*:wgrad",), None),
-        standing=(0.0, 0.0, 1.0),
-        carried=(0.4, 0.2, 0.1),
-        spent_steps=20,
-        spent=0.9,
-    )
-    assert calls == [(40, 60, 85)]
-    deployed_in_bf16 = PhasedRequest.of_schedule(Schedule(phases), (10, 110), 40, standing=0.15, **arguments)
-    assert deployed_in_bf16 == replace(request, standing=(0.0, 0.0, 0.15))
-
+from snip_megatron.sensitivity.request import carried_weights
 
 COSINE = [(1 + math.cos(math.pi * i / 200)) / 2 for i in range(201)]
 
