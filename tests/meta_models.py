@@ -13,14 +13,8 @@ from snip_megatron.megatron.conversion import linears_on_meta
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.precision import LinearRow
 
-SIZES: dict[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-}
+_KINDS = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+SIZES: dict[str, Any] = {f"{kind}_parallel_size": 1 for kind in _KINDS} | {"virtual_pipeline_model_parallel_size": None}
 LLAMA: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 96,
     "gated_linear_unit": True, "add_bias_linear": False, "normalization": "RMSNorm", "transformer_impl": "local",

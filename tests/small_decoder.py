@@ -8,17 +8,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 DENSE: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 96,
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-    "use_cpu_initialization": True,
-}
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 96,
+    "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
+    "normalization": "RMSNorm", "use_cpu_initialization": True,
+}  # fmt: skip
 
 
 def dense(attention: type | None = None, position: str = "rope", **changes: Any) -> GPTModel:

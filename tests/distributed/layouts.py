@@ -9,6 +9,7 @@ import functools
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from agreement import agree, worst_differences
@@ -236,7 +237,7 @@ class LayoutRuns:
         return Trained(
             table=StatisticsTable.load(run / "stats" / f"step_{model.at}.npz"),
             precision_map=precision_map,
-            adopted=[(e["step"], e["changed"]) for e in read_events(run) if e["event"] == "adopt"],
+            adopted=[(e["step"], e["changed"]) for e in events(run, "adopt")],
             figures=figures(run),
         )
 
@@ -259,6 +260,11 @@ class LayoutRuns:
             assert actual.figures == expected.figures
             for column, array in expected.table.arrays.items():
                 np.testing.assert_array_equal(actual.table.arrays[column], array, err_msg=column)
+
+
+def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    """The events of these kinds."""
+    return [event for event in read_events(run) if event["event"] in kinds]
 
 
 def figures(run: Path) -> list[tuple[int, float, float]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from checkpoints import SNIP_KEY, differences, read_checkpoint
 from launch import losses, tiny_llama_args
-from layouts import MODEL, SHARDED, figures
+from layouts import MODEL, SHARDED, events, figures
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import PrecisionMap
@@ -219,9 +219,7 @@ class ResumeRuns:
         args = tiny_llama_args(*case.arguments.split(), *loading, iters=case.steps)
         process = self._warm.succeed(case.ranks, args, tmp=run.parent, timeout=600)
         assert process.stdout.count("holds no SNIP state") == 1
-        adopted, expected = (
-            [e["step"] for e in read_events(each) if e["event"] == "adopt"] for each in (run, self.whole(name))
-        )
+        adopted, expected = ([e["step"] for e in events(each, "adopt")] for each in (run, self.whole(name)))
         assert adopted == expected
 
 

@@ -1,15 +1,15 @@
 """``--snip-blame`` finds faults beside GEMMs, and their rank, on real gloo ranks that load a checkpoint."""
 
-import json
 from pathlib import Path
 
 import pytest
+from dense_names import dense_names
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
+from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.sensitivity.blame import BUG, Blame
 
-LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 TP = ("--tensor-model-parallel-size", "2")
 # More faults, under sequence parallelism too, and healthy steps: test_blame.py.
 FAULTS = (
@@ -24,9 +24,7 @@ def folder(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint of iteration 3 and a map."""
     path = tmp_path_factory.mktemp("blame")
     warm.succeed(1, tiny_llama_args("--bf16", "--save", str(path / "saved"), "--save-interval", "9", iters=3), tmp=path)
-    names = [f"decoder.layers.{layer}.{linear}" for layer in range(4) for linear in LINEARS]
-    choices = {f"{name}:{gemm}": "fp8" for name in names for gemm in ("fprop", "dgrad", "wgrad")}
-    (path / "map.json").write_text(json.dumps({"schema": "snip.map/1", "choices": choices}))
+    (path / "map.json").write_text(PrecisionMap.uniform(dense_names(4), Format.FP8).to_json())
     return path
 
 

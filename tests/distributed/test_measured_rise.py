@@ -2,14 +2,14 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launch import tiny_llama_args
+from layouts import events
 from timings import write_timings
 from warm_ranks import WarmRanks
 
-from snip_megatron.runtime.run_data import load_run, read_events, read_metrics
+from snip_megatron.runtime.run_data import load_run, read_metrics
 from snip_megatron.sensitivity.table import StatisticsTable
 
 ADOPTED = 6
@@ -21,10 +21,6 @@ EXPERTS = shlex.split(
     "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96"
     " --moe-layer-freq [0,1,1,0] --moe-token-dispatcher-type alltoall --micro-batch-size 1"
 )
-
-
-def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(run) if event["event"] == kind]
 
 
 def test_the_rise_is_the_difference_of_two_trainings_at_the_adoption(warm: WarmRanks, tmp_path: Path) -> None:
@@ -39,7 +35,7 @@ def test_the_rise_is_the_difference_of_two_trainings_at_the_adoption(warm: WarmR
     run = tmp_path / "map"
     in_bf16, under_map = losses(tmp_path / "bf16", "--snip-policy", "bf16"), losses(run)
     assert {step: under_map[step] for step in range(ADOPTED)} == {step: in_bf16[step] for step in range(ADOPTED)}
-    (measured,), (adopted,) = events_of(run, "rise"), events_of(run, "adopt")
+    (measured,), (adopted,) = events(run, "rise"), events(run, "adopt")
     assert (measured["step"], adopted["step"]) == (ADOPTED, ADOPTED)
     assert measured["measured_rise"] == pytest.approx(under_map[ADOPTED] - in_bf16[ADOPTED], abs=3e-6)
     assert measured["measured_tokens"] == 4 * 64
@@ -64,17 +60,17 @@ def test_a_map_whose_rise_was_predicted_too_low_is_solved_again(warm: WarmRanks,
     more = ("--snip-dir", str(run), *tokens, "--snip-update-interval", "6", "--exit-interval", str(adopted_at + 5))
     args = tiny_llama_args(*SNIP, *expected, *timings, *layout.split(), *more, iters=adopted_at + 7)
     process = warm.succeed(4, args, module="altered_pretrain", env={"LOW": "1e-3"}, tmp=tmp_path)
-    first, second = events_of(run, "rise")
+    first, second = events(run, "rise")
     assert first["measured_rise"] - 2 * first["measured_error"] > first["bound"] > first["predicted_rise"]
     factor = first["measured_rise"] / first["predicted_rise"]
-    (rejected,) = events_of(run, "rejected")
+    (rejected,) = events(run, "rejected")
     assert (rejected["step"], rejected["again"]) == (adopted_at, 2)
     assert rejected["correction"] == pytest.approx(factor, rel=1e-3)
     assert f"solving again with predictions x {rejected['correction']:g}" in process.stdout
     again, before = second["candidates"]
     assert (second["step"], before["predicted_rise"]) == (adopted_at + 2, first["predicted_rise"])
     assert again["predicted_rise"] <= second["bound"] * (1 + 1e-6)
-    (adopted,) = events_of(run, "adopt")
+    (adopted,) = events(run, "adopt")
     assert adopted["measured_rise"] == min(again["measured_rise"], before["measured_rise"])
     assert StatisticsTable.load(run / "stats" / "step_12.npz").meta["correction"] == rejected["correction"]
     assert StatisticsTable.load(run / "stats" / "step_18.npz").meta["correction"] > 100.0

@@ -4,15 +4,14 @@ import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoints import differences, read_checkpoint
 from launch import tiny_llama_args
-from layouts import SHARDED
+from layouts import SHARDED, events
 from warm_ranks import WarmRanks
 
-from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics, read_plans
+from snip_megatron.runtime.run_data import read_maps, read_metrics, read_plans
 
 STEPS, SAVED = 20, 14
 BUDGET = 0.7
@@ -22,10 +21,6 @@ SNIP = shlex.split(
     f"--snip --snip-budget fp4={BUDGET} --snip-schedule auto --snip-first-update 1 --snip-update-interval 10"
     f" --snip-lag 2 --snip-wait 240 --snip-settings probe_tokens=32 --num-layers 2 {SHARDED}"
 )
-
-
-def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(run) if event["event"] in kinds]
 
 
 def train(warm: WarmRanks, tmp: Path, name: str, *extra: str, steps: int = STEPS, ranks: int = RANKS) -> Path:

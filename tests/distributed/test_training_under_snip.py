@@ -5,10 +5,10 @@ The guard takes one back, and memory that is short on one rank drops or shrinks 
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launch import losses, tiny_llama_args
+from layouts import events
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm
@@ -34,10 +34,6 @@ def train(
     process = warm.succeed(nproc, arguments(run, *extra, steps=steps), tmp=tmp, timeout=300)
     (tmp / f"{name}.out").write_text(process.stdout)
     return run, {figure["step"]: figure["loss"] for figure in read_metrics(run)}
-
-
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(run) if event["event"] == kind]
 
 
 def assert_maps_hold(run: Path, stages: int) -> None:
@@ -90,7 +86,7 @@ def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(warm: War
 def test_the_map_is_taken_back_and_the_next_must_promise_more(warm: WarmRanks, tmp_path: Path) -> None:
     """An injected loss spike takes the map back, on all ranks at one step, after it was found that the map did no harm.
 
-    Resumed runs take it back at the same step: tests/unit/runtime/test_controller_guard.py. A replay has no guard: it
+    Resumed runs take it back at the same step: tests/unit/runtime/test_guard.py. A replay has no guard: it
     adopts what was recorded.
     """
     run, when = tmp_path / "run", "--snip-first-update 10 --snip-update-interval 9 --snip-guard-steps 6"

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launch import tiny_llama_args
+from layouts import events
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm
@@ -50,7 +51,7 @@ def test_nvidia_s_recipe_is_trained_with(warm: WarmRanks, tmp_path: Path) -> Non
 
 
 def test_the_program_takes_variants_and_training_runs_under_them(run: Path) -> None:
-    assert [e["step"] for e in read_events(run) if e["event"] == "adopt"] == [2]
+    assert [e["step"] for e in events(run, "adopt")] == [2]
     (chosen,) = read_maps(run).values()
     assert chosen.status == "optimal"
     assert chosen.achieved is not None

@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+from rank_process import free_port
 from torch import Tensor
-from two_gpus import RANKS, run_on_two_gpus
 
 from snip_megatron.megatron.compat.gradients import as_rows, start_gradient_reduction
 from snip_megatron.numerics.quantize import partial_sums
 
-ELEMENTS = 3_000_064
+RANKS, ELEMENTS = 2, 3_000_064
 
 
 def gradients(rank: int, step: int) -> Tensor:
@@ -24,7 +25,9 @@ def summed(parts: list[Tensor], rank: int) -> Tensor:
     return partial_sums.add_partials(elements, scales, shares[rank], rank)
 
 
-def reduce_on_rank(rank: int) -> None:
+def reduce_on_rank(rank: int, port: int) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     own, shard = torch.empty(RANKS * ELEMENTS, device="cuda"), torch.empty(ELEMENTS, device="cuda")
     for step in range(3):
         whole = [gradients(each, step) for each in range(RANKS)]
@@ -33,8 +36,11 @@ def reduce_on_rank(rank: int) -> None:
         rows = [as_rows(each.view(RANKS, -1)) for each in whole]
         expected = summed(rows, rank).flatten()[:ELEMENTS]
         assert torch.equal(shard.cpu(), expected), f"gradients of step {step}"
+    dist.destroy_process_group()
 
 
 @pytest.mark.two_gpus
 def test_sums_over_two_gpus_have_the_bits_of_the_reference() -> None:
-    run_on_two_gpus(reduce_on_rank)
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip("needs two GPUs")
+    mp.spawn(reduce_on_rank, args=(free_port(),), nprocs=RANKS)

@@ -17,15 +17,9 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch_attention import TorchAttention
 
-DENSE: dict[str, Any] = {
-    **small_decoder.DENSE,
-    "gradient_accumulation_fusion": False,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "bias_dropout_fusion": False,
-}
-
-
+DENSE: dict[str, Any] = small_decoder.DENSE | {
+    "gradient_accumulation_fusion": False, "hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False
+}  # fmt: skip
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 128, "moe_grouped_gemm": True,
     "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "allgather", "hidden_size": 128,

@@ -9,6 +9,16 @@ from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.precision import LinearId
 
 
+class Recorder:
+    """Keeps what a probe shows it of each backward."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.Tensor, ...]] = []
+
+    def on_backward(self, *tensors: torch.Tensor) -> None:
+        self.calls.append(tensors)
+
+
 def handle_of(linear: LinearId | str, n: int = 4, k: int = 4, context: StepContext | None = None, **fields: Any) -> Any:
     """Of a column parallel linear [n, k] of torch; ``fields`` are others of its handle."""
     name = LinearId.parse(linear) if isinstance(linear, str) else linear

@@ -1,21 +1,19 @@
-"""Writes a run directory as a controller would, through RunDirectory: 6 layers, 24 linears, 5 updates, 2 stages."""
+"""Writes what a report reads of a run, through RunDirectory: 6 layers, 24 linears, 5 updates, 2 stages."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sensitivity.synthetic import make_table
 
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, PrecisionMap, option_id
-from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.run_directory import RunDirectory
-from snip_megatron.solver import Choice, Item, Problem
 
+Scores = dict[str, dict[str, dict[str, float]]]
+"""Option → format → its scores."""
 LAYERS, STEPS, FIRST, INTERVAL, LAG, UPDATES, TARGET = 6, 120, 10, 20, 5, 5, 0.75
 PER_STAGE = {"0": TARGET, "1": TARGET}
 LINEARS = tuple(str(LinearId("decoder", layer, kind)) for layer in range(LAYERS) for kind in DENSE_LAYER)
@@ -33,9 +31,9 @@ def stage_of(linear: str) -> int:
     return 0 if LinearId.parse(linear).layer < LAYERS // 2 else 1
 
 
-def scores_of(rng: np.random.Generator) -> dict[str, dict[str, dict[str, float]]]:
+def scores_of(rng: np.random.Generator) -> Scores:
     """Forward errors cost most, fp4 costs more than fp8, the first and last layer more than the others."""
-    scores: dict[str, dict[str, dict[str, float]]] = {}
+    scores: Scores = {}
     for linear in LINEARS:
         edge = 3.0 if LinearId.parse(linear).layer in (0, LAYERS - 1) else 1.0
         for gemm in Gemm:
@@ -49,19 +47,7 @@ def scores_of(rng: np.random.Generator) -> dict[str, dict[str, dict[str, float]]
     return scores
 
 
-def problem_of(scores: dict[str, dict[str, dict[str, float]]]) -> Problem:
-    """The question whose answer is :func:`map_of`: GEMMs of equal size."""
-    items = tuple(
-        Item(
-            key, stage_of(key.partition(":")[0]), 1e12,
-            tuple(Choice(Format(f), (s["q"],), 1e12 if f == "fp4" else 0.0) for f, s in by_format.items()),
-        )
-        for key, by_format in scores.items()
-    )  # fmt: skip
-    return Problem(Budget("fp4", TARGET), items, 0.02)
-
-
-def map_of(version: int, scores: dict[str, dict[str, dict[str, float]]]) -> PrecisionMap:
+def map_of(version: int, scores: Scores) -> PrecisionMap:
     """fp4 where it costs least, three quarters of each stage's GEMMs."""
     choices: dict[str, Format] = {}
     for stage in (0, 1):
@@ -125,12 +111,8 @@ def submit(run: RunDirectory, step: int, version: int, rng: np.random.Generator)
     for kind, seconds in (("statistics", 0.9), ("forward_noise", 0.7)):
         run.event(step, "probe", kind=kind, seconds=seconds + 0.1 * float(rng.random()), tokens=512, wait_s=seconds)
     run.event(step, "collect", seconds=0.12, wait_s=0.12)
-    table = make_table(LAYERS, 2, seed=step)
-    alike = tuple(replace(row, n=128, k=128) for row in table.linears)
-    run.write("stats", step, replace(table, step=step, linears=alike).to_bytes())
     run.event(step, "submit", version=version, table_bytes=40_000, wait_s=0.002)
     run.write_scores(step, scores, version=version)
-    run.write("problems", step, problem_of(scores).to_json())
     run.event(
         step + 2, "solved", version=version, status="optimal", objective=precision_map.objective,
         bound=precision_map.bound, achieved=TARGET, achieved_per_stage=PER_STAGE,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from handles import handle_of
+from handles import Recorder, handle_of
 from linears import FC1, convert, operands, our_linear, passed, reference, stock_linear
 from torch.utils.checkpoint import checkpoint
 
@@ -256,16 +256,6 @@ def test_draws_depend_on_seed_step_microbatch_rank_and_gemm() -> None:
 
 
 # -- evaluation and probes -------------------------------------------------------------------------------------
-class Seen:
-    """A recorder that keeps what it is shown."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[torch.Tensor, ...]] = []
-
-    def on_backward(self, *tensors: torch.Tensor) -> None:
-        self.calls.append(tensors)
-
-
 def test_validation_in_bf16(context: StepContext) -> None:
     stock = stock_linear(96, 64, dtype=torch.bfloat16)
     linear = our_linear(context, (FP4, FP4, FP4), 96, 64, dtype=torch.bfloat16)
@@ -293,7 +283,7 @@ def test_a_probe_runs_in_bf16_and_shows_its_recorder_the_operands(context: StepC
     main_grad = with_main_grad(linear)
     context.probing = True
     assert linear.snip.is_stock
-    recorder = Seen()
+    recorder = Recorder()
     linear.snip.state.recorder = recorder
     assert not linear.snip.is_stock
     x, g = operands(s, b, n, k, torch.float32)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from handles import handle_of
+from handles import Recorder, handle_of
 from torch import Tensor
 
 from snip_megatron.layers.context import GEMM_INDEX, LinearState, Override, StepContext
@@ -155,10 +155,6 @@ def test_weights_are_quantised_once_and_again_if_one_changes() -> None:
 
 
 def test_a_probe_records_the_rows_of_each_expert() -> None:
-    class Recorder:
-        def on_backward(self, *tensors: Tensor) -> None:
-            self.tensors = tensors
-
     splits = (130, 0, 7)
     experts, (x, g) = Experts(3, (FP4, FP4, FP4)), operands(splits)
     recorders = [Recorder() for _ in splits]
@@ -170,7 +166,7 @@ def test_a_probe_records_the_rows_of_each_expert() -> None:
     assert decibel(exact[1], x.grad) > 45
     rows = zip(x.split(list(splits)), g.split(list(splits)), x.grad.split(list(splits)), strict=True)
     for recorder, weight, (of_x, of_g, of_d) in zip(recorders, experts.parameters(), rows, strict=True):
-        for actual, arguments in zip(recorder.tensors, (of_x, weight, of_g, of_d, of_d), strict=True):
+        for actual, arguments in zip(*recorder.calls, (of_x, weight, of_g, of_d, of_d), strict=True):
             assert torch.equal(actual, arguments)
 
 

@@ -2,11 +2,10 @@
 
 import argparse
 import importlib.util
-from types import SimpleNamespace
 
 import megatron.training.training as training
 import pytest
-from llama_arguments import megatron_parser
+from llama_arguments import arguments, megatron_parser
 
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat.patches import CPU, EXTENSIONS
@@ -83,15 +82,7 @@ def test_missing_extensions_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_hook_the_set_cannot_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = SimpleNamespace(
-        snip=True,
-        load=None,
-        save=None,
-        exit_signal_handler=False,
-        sequence_parallel=False,
-        transformer_impl="local",
-        use_distributed_optimizer=False,
-    )
+    plain = arguments(snip=True, transformer_impl="local")
     off = Startup(on_cpu=False, disabled=frozenset({"step-hook", "dataset-helpers"}))
     with pytest.raises(SnipError, match="--snip-no-compat step-hook: this Megatron's source has no hook"):
         compat.apply(plain, off)

@@ -37,15 +37,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
 
 def routers_of(monkeypatch: pytest.MonkeyPatch, **settings: object) -> list[torch.nn.Module]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    sizes = {"num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": 2, "num_moe_experts": EXPERTS}
     config = TransformerConfig(
-        num_layers=2,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=32,
-        use_cpu_initialization=True,
-        **settings,
+        **sizes, moe_router_topk=2, moe_ffn_hidden_size=32, use_cpu_initialization=True, **settings
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     torch.manual_seed(3)

@@ -70,16 +70,10 @@ def experts_model(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
     # Megatron's dispatcher of tokens asks for the current CUDA device and a stream.
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: None)
-    config = TransformerConfig(
-        **DENSE,
-        num_moe_experts=4,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=32,
-        moe_layer_freq=[0, 1],
-        moe_token_dispatcher_type="alltoall",
-        moe_shared_expert_intermediate_size=48,
-        moe_grouped_gemm=request.param,  # local layers run experts one by one all the same
-    )
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_layer_freq": [0, 1]}
+    experts |= {"moe_token_dispatcher_type": "alltoall", "moe_shared_expert_intermediate_size": 48}
+    # Local layers run experts one by one all the same.
+    config = TransformerConfig(**DENSE | experts, moe_grouped_gemm=request.param)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     return GPTModel(config, spec, vocab_size=128, max_sequence_length=32, position_embedding_type="rope")
 
@@ -139,17 +133,9 @@ def test_other_linears_stay_as_they_are_and_are_named(capsys: pytest.CaptureFixt
 def mla_and_mtp() -> GPTModel:
     """Two layers of multi-latent attention and one of multi-token prediction, of Megatron's own classes."""
     torch.manual_seed(0)
-    config = MLATransformerConfig(
-        **{key: value for key, value in DENSE.items() if key != "num_query_groups"},
-        multi_latent_attention=True,
-        q_lora_rank=32,
-        kv_lora_rank=24,
-        qk_head_dim=16,
-        qk_pos_emb_head_dim=8,
-        v_head_dim=16,
-        mtp_num_layers=1,
-        rope_type="rope",
-    )
+    sizes = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    sizes |= {key: value for key, value in DENSE.items() if key != "num_query_groups"}
+    config = MLATransformerConfig(**sizes, multi_latent_attention=True, mtp_num_layers=1, rope_type="rope")
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
     spec.submodules.self_attention.submodules.core_attention = TorchAttention
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from handles import Recorder
 from test_models import TOKENS, train
 from torch import nn
 from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -74,7 +75,7 @@ def test_forward_and_backward_are_the_modules_own(wide: bool) -> None:
     snip = convert(model, sgd(model), policy="bf16" if wide else "uniform-fp8")
     if wide:  # a map that quantises another linear does not run the module's own code in a probe only
         for handle in snip.registry:
-            handle.state.recorder = _Nothing()
+            handle.state.recorder = Recorder()
         snip.registry.context.probing = True
     mlp = model.model.layers[0].mlp
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(4))
@@ -88,12 +89,6 @@ def test_forward_and_backward_are_the_modules_own(wide: bool) -> None:
         error = float((ours.double() - theirs).norm() / theirs.norm())
         assert error < (1e-5 if wide else 0.1)
         assert wide or error > 1e-4
-
-
-class _Nothing:
-    """A recorder that records nothing."""
-
-    def on_backward(self, *tensors: torch.Tensor) -> None: ...
 
 
 def test_experts_without_tokens_and_copies_and_evaluation() -> None:

@@ -70,17 +70,7 @@ def test_option_ids_round_trip(key: str) -> None:
     assert option_id(str(linear), gemm) == key
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "decoder.layers.0",
-        "decoder.layers.00.mlp.linear_fc1",
-        "decoder.layers.0.mlp.linear_fc1\n",
-        "decoder.layers.0.mlp.linear_fc1:fprop",
-        "decoder.layers.0.mlp..linear_fc1",
-    ],
-)
+@pytest.mark.parametrize("name", ["", "decoder.layers.00.mlp.fc1", "decoder.layers.0.fc1\n", "decoder.layers.0.a..b"])
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(SnipError, match="not the name of a decoder linear"):
         LinearId.parse(name)

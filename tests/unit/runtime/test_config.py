@@ -268,25 +268,19 @@ def test_update_steps() -> None:
     assert [step for step in range(60) if config.is_update_step(step)] == [7, 27, 47]
 
 
-def outcome(**fields: Any) -> SnipConfig | str:
-    """The configuration, or the message that refuses it."""
-    try:
-        return SnipConfig(enabled=True, **fields)
-    except SnipError as error:
-        return str(error)
-
-
 KINDS = st.sampled_from(["fp4=", "speedup=", "loss="])
 
 
 @given(st.text(max_size=20) | st.builds(str.__add__, KINDS, st.text(max_size=8) | st.floats().map(str)))
 def test_any_budget_is_in_range_or_a_snip_error(text: str) -> None:
-    config = outcome(budget=text)
-    if isinstance(config, str):
-        assert config.startswith("--snip-budget")
-    else:
-        kind, figure = config.budget.kind, config.budget.value
-        assert {"fp4": 0.0 <= figure <= 1.0, "speedup": figure >= 1.0, "loss": 0.0 <= figure < math.inf}[kind]
+    fault, budget = "--snip-budget", Budget("fp4", 0.0)
+    try:
+        budget = SnipConfig(enabled=True, budget=text).budget
+    except SnipError as error:
+        fault = str(error)
+    assert fault.startswith("--snip-budget")
+    figure = budget.value
+    assert {"fp4": 0.0 <= figure <= 1.0, "speedup": figure >= 1.0, "loss": 0.0 <= figure < math.inf}[budget.kind]
 
 
 # -- schedules -------------------------------------------------------------------------------------------------
