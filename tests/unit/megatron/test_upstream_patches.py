@@ -37,9 +37,10 @@ def outcomes(megatron: Path, folder: Path) -> dict[str, bool]:
     """Run the diffs' tests on the Megatron in a folder. Returns name of the diff → whether all its tests pass."""
     shutil.copytree(folder.parent / "patched" / "tests", folder / "tests")  # pytest imports what stands beside them
     report = folder / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", "."]
+    command += [f"--junitxml={report}", *TESTS.values()]
     environment = os.environ | {"PYTHONPATH": str(megatron), "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([*command, *TESTS.values()], cwd=folder, env=environment, capture_output=True, timeout=600, check=False)
+    subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=600, check=False)
     cases = list(ElementTree.parse(report).iter("testcase"))
     modules = {name: path.removesuffix(".py").replace("/", ".") for name, path in TESTS.items()}
     of_patch = {name: [case for case in cases if case.get("classname") == module] for name, module in modules.items()}
