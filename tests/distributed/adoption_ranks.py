@@ -25,16 +25,9 @@ def a_map() -> PrecisionMap:
     formats = (Format.FP4, Format.FP8, Format.BF16)
     choices = {option_id(n, g): formats[(i + j) % 3] for i, n in enumerate(NAMES) for j, g in enumerate(Gemm)}
     return PrecisionMap(
-        choices=choices,
-        version=7,
-        status="optimal",
-        objective=1.5e-3,
-        bound=1.25e-3,
-        target=0.75,
-        achieved=0.7512,
-        achieved_per_stage={"0": 0.75, "1": 0.7524},
-        solve_seconds=0.25,
-    )
+        choices, version=7, status="optimal", objective=1.5e-3, bound=1.25e-3, target=0.75, achieved=0.7512,
+        achieved_per_stage={"0": 0.75, "1": 0.7524}, solve_seconds=0.25,
+    )  # fmt: skip
 
 
 class FaultyChannel(MapChannel):

@@ -131,16 +131,10 @@ def run(
     size = group.size()
     x, w, g = local_tensors(case, group.rank(), size)
     config = TransformerConfig(
-        num_layers=4,
-        hidden_size=256,
-        num_attention_heads=4,
-        tensor_model_parallel_size=size,
-        sequence_parallel=case.sequence_parallel and size > 1,
-        gated_linear_unit=case.gated,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        params_dtype=case.dtype,
-    )
+        num_layers=4, hidden_size=256, num_attention_heads=4, tensor_model_parallel_size=size, params_dtype=case.dtype,
+        sequence_parallel=case.sequence_parallel and size > 1, gated_linear_unit=case.gated,
+        use_cpu_initialization=True, perform_initialization=False,
+    )  # fmt: skip
     shared: dict[str, Any] = {"config": config, "init_method": None, "bias": False, "tp_group": group}
     if case.row:
         module = RowParallelLinear(case.k, case.n, input_is_parallel=True, skip_bias_add=True, **shared)

@@ -66,19 +66,11 @@ PLAN = PrecisionPlan((PlanPhase(0, MAP), PlanPhase(9, MAP)), 10, 2, "optimal", 0
 
 def state() -> bytes:
     return ControllerState(
-        precision_map=MAP,
-        version=2,
-        pending=Pending(7, 9, 2, TABLE),
-        grad_norm=0.5,
-        guard=GuardState((3.0,), bar=1.0, good=MAP),
-        alarm=Alarm(7, "spike", 9.0, 4.0),
-        in_flight=StepFigures(6, 3.0, 0.5, answered=True),
+        precision_map=MAP, version=2, pending=Pending(7, 9, 2, TABLE), grad_norm=0.5, plan=PLAN,
+        sequences=2, postponed=9, guard=GuardState((3.0,), bar=1.0, good=MAP), alarm=Alarm(7, "spike", 9.0, 4.0),
+        in_flight=StepFigures(6, 3.0, 0.5, answered=True), goal=Goal("fp4=0.9", SCHEDULE.to_json()),
         spent=BudgetSpent(0, steps=7, shares=3.5, times=6.0, last=20),
-        plan=PLAN,
-        goal=Goal("fp4=0.9", SCHEDULE.to_json()),
-        sequences=2,
-        postponed=9,
-    ).to_bytes()
+    ).to_bytes()  # fmt: skip
 
 
 PARSERS = {

@@ -45,6 +45,13 @@ class Training:
         self.snip = convert(self.model, self.optimizer, **options) if options else None
         self.batches = example.batches(40)
 
+    def resumed(self, **options: Any) -> "Training":
+        """Another training from a checkpoint of this one."""
+        again = Training(**options)
+        for name in ("model", "optimizer", "snip"):
+            getattr(again, name).load_state_dict(copy.deepcopy(getattr(self, name).state_dict()))
+        return again
+
     def loss(self, step: int) -> torch.Tensor:
         batch = self.batches[step]
         logits = self.model(batch[:, :-1])
@@ -186,12 +193,7 @@ def test_a_resumed_loop_is_bitwise_the_uninterrupted_one() -> None:
     losses = whole.run(range(12))
     first = Training(**options)
     first.run(range(6))
-    saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict(), first.snip.state_dict()))
-    second = Training(**options)
-    assert second.snip is not None
-    for target, state in zip((second.model, second.optimizer, second.snip), saved, strict=True):
-        target.load_state_dict(state)
-    assert second.run(range(6, 12)) == losses[6:]
+    assert first.resumed(**options).run(range(6, 12)) == losses[6:]
 
 
 def test_the_run_directory_has_losses_and_times_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

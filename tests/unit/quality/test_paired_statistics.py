@@ -24,17 +24,9 @@ FACTS = dict.fromkeys(("commit", "hardware", "torch", "date", "side_by_side"), "
 
 
 def entry(policy: str, loss: float, seed: int = 1, budget: float | None = None, **fields: Any) -> dict[str, Any]:
-    return {
-        "status": "done",
-        "kind": "from_warm",
-        "label": policy,
-        "policy": policy,
-        "budget": budget,
-        "seed": seed,
-        "warm_sha256": "w",
-        "fp4_share": 0.75,
-        "validation": {"map": loss, "bf16": loss - 0.001},
-    } | fields
+    of_run = {"status": "done", "kind": "from_warm", "label": policy, "policy": policy, "budget": budget, "seed": seed}
+    result = {"warm_sha256": "w", "fp4_share": 0.75, "validation": {"map": loss, "bf16": loss - 0.001}}
+    return of_run | result | fields
 
 
 def references(seed: int = 1, **fields: Any) -> list[dict[str, Any]]:

@@ -60,12 +60,5 @@ def state(pid: int) -> str:
 
 def environment_of_a_rank() -> dict[str, str]:
     """Variables that torchrun sets, beside our own."""
-    return {
-        **os.environ,
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29555",
-        "TORCHELASTIC_RUN_ID": "none",
-    }
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "TORCHELASTIC_RUN_ID": "none"}
+    return {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **address}

@@ -23,6 +23,11 @@ def recorded_run(path: Path, steps: int = 10) -> None:
                 run.write("maps", step, PrecisionMap.uniform([FC1], Format.FP4, version=step // 4).to_json())
 
 
+def content(path: Path) -> dict[Path, bytes]:
+    """All files below a folder."""
+    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
 def strict_json(text: str):
     def refuse(token: str):
         raise AssertionError(f"{token} is not JSON")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_runs import CONFIG, FC1, new_run, recorded_run, strict_json
+from small_runs import CONFIG, FC1, content, new_run, recorded_run, strict_json
 
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.errors import SnipError
@@ -135,11 +135,11 @@ def test_resume_removes_a_torn_last_line(tmp_path):
 )  # fmt: skip
 def test_another_configuration_is_refused_naming_the_key(tmp_path, change, key):
     recorded_run(tmp_path)
-    before = sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
+    before = content(tmp_path)
     for resume_step in (None, 6):
         with pytest.raises(SnipError, match=key):
             new_run(tmp_path, CONFIG | change, resume_step=resume_step)
-    assert sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()) == before
+    assert content(tmp_path) == before
 
 
 def test_a_first_start_that_may_resume_is_no_resume(tmp_path):
@@ -209,11 +209,11 @@ def of_another_host(path: Path) -> None:
 
 def test_a_directory_in_use_is_refused_whatever_is_asked_for(tmp_path):
     with another_job(tmp_path) as process:
-        before = sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
+        before = content(tmp_path)
         for fields in ({}, {"overwrite": True}, {"resume_step": 1, "config": {}}):
             with pytest.raises(SnipError, match=f"belongs to process {process.pid} .*still runs; end it or choose"):
                 new_run(tmp_path, **fields)
-        assert sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()) == before
+        assert content(tmp_path) == before
         process.stdin.close()
         assert process.wait(60) == 0
     assert not (tmp_path / LOCK).exists()  # it ended without closing its record

@@ -42,13 +42,7 @@ def make_table(
     error = np.array([{"fp4": 1.0}.get(f, 1e-2) for f in formats])
     grid = np.minimum(RHO_GRID, 1.0)[None, :] ** 2
     return StatisticsTable(
-        step=7,
-        tokens=1024,
-        tokens_per_step=4096,
-        formats=formats,
-        linears=rows,
-        sinks=sinks,
-        arrays={
+        step=7, tokens=1024, tokens_per_step=4096, formats=formats, linears=rows, sinks=sinks, arrays={
             **{f"linear.{c}": rng.uniform(0.5, 2.0, n) for c in LINEAR_COLUMNS},
             **{f"by_format.{c}": rng.uniform(0.01, 0.02, (n, 1)) * error for c in FORMAT_COLUMNS},
             **{f"boundary.{c}": rng.uniform(0.5, 2.0, 2 * layers + 1) for c in BOUNDARY_COLUMNS},
@@ -56,7 +50,7 @@ def make_table(
             "sink_drift2": rng.uniform(0.5, 2.0, (len(sinks), 1)) * grid,
             "sink_w2": rng.uniform(0.5, 2.0, len(sinks)),
         },
-    )
+    )  # fmt: skip
 
 
 def with_experts(table: StatisticsTable, experts: int = 8, active: int = 2) -> StatisticsTable:

@@ -211,15 +211,9 @@ def test_candidates_that_only_one_gemm_may_take_save_that_gemms_share() -> None:
 
 
 PHASES = PhasedRequest(
-    begins=(100, 400, 460),
-    steps=(300, 60, 40),
-    budgets=(None, None, 0.3),
-    change=(None, None, ("*:fprop",)),
-    standing=(0.0, 0.0, 1.0),
-    carried=(0.5, 0.2, 0.1),
-    spent_steps=100,
-    spent=0.9,
-)
+    begins=(100, 400, 460), steps=(300, 60, 40), budgets=(None, None, 0.3), change=(None, None, ("*:fprop",)),
+    standing=(0.0, 0.0, 1.0), carried=(0.5, 0.2, 0.1), spent_steps=100, spent=0.9,
+)  # fmt: skip
 REQUEST = SolveRequest(budget=Budget("fp4", 0.8), phases=PHASES, standing_share=0.75)
 
 

@@ -1,4 +1,4 @@
-"""What a probe records, against the definitions of the table's columns in float64; whole and sharded."""
+"""What a probe records of linears, against the definitions of the columns in float64; boundaries: megatron/test_host"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.numerics.quantize import fake_quantize
 from snip_megatron.precision import LinearId, LinearRow
 from snip_megatron.sensitivity.quantization_error import squared_errors
-from snip_megatron.sensitivity.recorder import Boundary, LinearRecorder, Pass, TokenShard, directly, local_sample_rows
+from snip_megatron.sensitivity.recorder import LinearRecorder, Pass, TokenShard, directly, local_sample_rows
 from snip_megatron.sensitivity.reduction import (
     PartialTable,
     ProbeGroups,
@@ -249,9 +249,6 @@ def test_experts_share_a_row_and_keep_columns_of_their_own() -> None:
     assert (row.elements, row.flops) == (4.0 * N * K, 2.0 * 2 * N * K)
 
 
-SEQUENCE, BATCH, HIDDEN = 32, 2, 8
-
-
 # -- sampling --------------------------------------------------------------------------------------------------
 @given(total=st.integers(0, 5000), count=st.integers(1, 600))
 def test_sampled_rows_are_distinct_in_range_and_spread(total: int, count: int) -> None:
@@ -271,71 +268,3 @@ def test_shards_sample_what_the_whole_samples(local: int, size: int, count: int)
         row + shard.first_row(local) for shard in shards for row in local_sample_rows(shard, local, count).tolist()
     ]
     assert result == sample_rows(local * size, count).tolist()
-
-
-# -- sums ------------------------------------------------------------------------------------------------------
-class Sub:
-    """A sub-block: h → h + tanh(h·A), and its microbatches with a fixed gradient at the output."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.a = torch.randn(HIDDEN, HIDDEN, generator=generator)
-        self.h = [torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator) for _ in range(2)]
-        self.noise = [torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator) * 0.1 for _ in range(2)]
-        self.top = [torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator) for _ in range(2)]
-
-    def run(self, low: Boundary, high: Boundary, phase: Pass) -> None:
-        low.start(phase)
-        high.start(phase)
-        for h, noise, top in zip(self.h, self.noise, self.top, strict=True):
-            stream = (h + noise if phase is Pass.FORWARD_NOISE else h.clone()).requires_grad_()
-            low.on_forward(stream)
-            out = self.out(stream)
-            high.on_forward(out)
-            out.backward(top)
-
-    def out(self, h: torch.Tensor) -> torch.Tensor:
-        return h + torch.tanh(h @ self.a)
-
-    def gradient(self, h: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-        """By hand: ∂/∂h of ⟨top, h + tanh(h·A)⟩."""
-        return top + (top * (1 - torch.tanh(h @ self.a).square())) @ self.a.t()
-
-
-def probe(sample: int) -> tuple[Boundary, Boundary]:
-    """All passes over one sub-block between two boundaries."""
-    low, high = (Boundary(index, TokenShard(rank=0, size=1, reports=True), sample) for index in (4, 5))
-    sub = Sub()
-    for phase in Pass:
-        sub.run(low, high, phase)
-        if phase is Pass.STATISTICS:
-            low.finish_statistics(high)
-    return low, high
-
-
-@pytest.mark.parametrize("sample", [16, SEQUENCE * BATCH])
-def test_sums_of_a_boundary_are_the_definitions(sample: int) -> None:
-    low, high = probe(sample)
-    sub = Sub()
-    plain, noisy = (
-        [sub.gradient(h + n * on, top) for h, n, top in zip(sub.h, sub.noise, sub.top, strict=True)] for on in (0, 1)
-    )
-    rows, weight = sample_rows(SEQUENCE * BATCH, sample), SEQUENCE * BATCH / sample
-
-    def of(values: list[torch.Tensor]) -> float:
-        return sum(square(v.reshape(-1, HIDDEN)[rows]) for v in values) * weight
-
-    dots = [(r * n).reshape(-1, HIDDEN)[rows].sum(1) for r, n in zip(plain, sub.noise, strict=True)]
-    expected = {
-        "h2": of(sub.h),
-        "r2": of(plain),
-        "branch_h2": of([sub.out(h) - h for h in sub.h]),
-        "branch_r2": of([r - top for r, top in zip(plain, sub.top, strict=True)]),
-        "cn2": sum(square(d) for d in dots) * weight,
-        "fr2": of([n - r for n, r in zip(noisy, plain, strict=True)]),
-    }
-    assert low.sums.keys() == expected.keys()
-    for name, value in expected.items():
-        assert float(low.sums[name]) == pytest.approx(value, rel=1e-5), name
-    assert "branch_h2" not in high.sums
-    assert float(high.sums["r2"]) == pytest.approx(of(sub.top), rel=1e-6)

@@ -43,14 +43,7 @@ def formula_table(features: Sequence[int] = (512, 4096, 16384), formats: tuple[F
         stock = {"stock": {Format.BF16: STOCK * sum(gemms[m, n, k][Format.BF16])}}
         grouped[e, m, n, k] = times | fused | stock
     return TimingTable(
-        device="Formula 1",
-        backend="none",
-        formats=formats,
-        gemms=gemms,
-        activations=activations,
-        weights=weights,
-        grouped=grouped,
-        attention={(s, 8, 128): (s * s * 1e-11, s * s * 3e-11) for s in (1024, 8192)},
-        copy_rate=4e12,
+        device="Formula 1", backend="none", formats=formats, gemms=gemms, activations=activations, weights=weights,
+        grouped=grouped, attention={(s, 8, 128): (s * s * 1e-11, s * s * 3e-11) for s in (1024, 8192)}, copy_rate=4e12,
         about={"date": "2026-11-21", "command": "a formula"},
-    )
+    )  # fmt: skip

@@ -75,6 +75,14 @@ print(supervise([sys.executable, "-c", sys.argv[1]], {"ADDED": "1"}), flush=True
 """
 
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+
+
+def supervisor(command: list[str]) -> subprocess.Popen[str]:
+    """Start a command in a session of its own."""
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True)
+
+
 @pytest.mark.parametrize(
     ("number", "early"),
     [(signal.SIGUSR1, True), (signal.SIGTERM, False)],
@@ -83,13 +91,7 @@ print(supervise([sys.executable, "-c", sys.argv[1]], {"ADDED": "1"}), flush=True
 def test_a_signal_to_all_processes_ends_the_ranks_only(number: signal.Signals, early: bool) -> None:
     """As schedulers send it: to the whole group. The launcher and the rank's helper are not to die of SIGUSR1."""
     launcher = textwrap.dedent(LAUNCHER).replace("ENTRY", torchrun.ENTRY)
-    process = subprocess.Popen(
-        heeding(number, [sys.executable, "-c", SUPERVISOR, launcher]),
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        start_new_session=True,
-    )
+    process = supervisor(heeding(number, [sys.executable, "-c", SUPERVISOR, launcher]))
     try:
         assert process.stdout.readline() == "started\n"
         if not early:  # else the rank still ignores what is sent
@@ -108,12 +110,8 @@ def test_a_signal_to_all_processes_ends_the_ranks_only(number: signal.Signals, e
 def test_nohup() -> None:
     """A hangup that is ignored when the job starts does not end it."""
     hangup = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5)"
-    process = subprocess.run(
-        ["nohup", sys.executable, "-c", SUPERVISOR, hangup],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )
+    command = ["nohup", sys.executable, "-c", SUPERVISOR, hangup]
+    process = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert process.stdout == "(0, None)\n", process.stderr
 
 
@@ -122,13 +120,7 @@ def test_a_key_that_ends_a_program_ends_the_ranks_through_torchrun(number: signa
     """The terminal sends it to the whole group, in which the ranks are not: torchrun ends them, and is waited for."""
     stand_in = "import signal, sys, time; asked = []; signal.signal(NUMBER, lambda *a: asked.append(1)); " \
         "print('started', flush=True);\nwhile not asked: time.sleep(0.05)\ntime.sleep(0.5); sys.exit(3)"  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, stand_in.replace("NUMBER", str(int(number)))],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        start_new_session=True,
-    )
+    process = supervisor([sys.executable, "-c", SUPERVISOR, stand_in.replace("NUMBER", str(int(number)))])
     assert process.stdout.readline() == "started\n"
     os.killpg(process.pid, number)
     assert process.communicate(timeout=60)[0] == "(3, None)\n"

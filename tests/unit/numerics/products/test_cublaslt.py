@@ -62,29 +62,22 @@ def test_numbers_are_those_of_the_header() -> None:
     if not header.exists():
         pytest.skip("cublasLt.h is not installed")
     numbers = dict(re.findall(r"^\s*(CUBLASLT_\w+) = (\d+),", header.read_text(), re.MULTILINE))
-    expected = {
-        "MATMUL_DESC_POINTER_MODE": cublaslt._POINTER_MODE,
-        "MATMUL_PREF_REDUCTION_SCHEME_MASK": cublaslt._REDUCTION_SCHEMES,
-        "MATMUL_DESC_TRANSA": cublaslt._TRANSA,
-        "MATMUL_DESC_TRANSB": cublaslt._TRANSB,
-        "MATMUL_DESC_A_SCALE_POINTER": cublaslt._A_SCALE,
-        "MATMUL_DESC_B_SCALE_POINTER": cublaslt._B_SCALE,
-        "MATMUL_DESC_FAST_ACCUM": cublaslt._FAST_ACCUMULATION,
-        "MATMUL_DESC_A_SCALE_MODE": cublaslt._A_SCALE_MODE,
-        "MATMUL_DESC_B_SCALE_MODE": cublaslt._B_SCALE_MODE,
-        "MATMUL_MATRIX_SCALE_SCALAR_32F": cublaslt._SCALE_MODES["tensor"],
-        "MATMUL_MATRIX_SCALE_VEC128_32F": cublaslt._SCALE_MODES["tile"],
-        "MATMUL_MATRIX_SCALE_BLK128x128_32F": cublaslt._SCALE_MODES["block"],
-        "MATMUL_PREF_MAX_WORKSPACE_BYTES": cublaslt._MAX_WORKSPACE,
-        "MATMUL_PREF_MIN_ALIGNMENT_A_BYTES": cublaslt._ALIGN_A,
-        "MATMUL_PREF_MIN_ALIGNMENT_B_BYTES": cublaslt._ALIGN_B,
-        "MATMUL_PREF_MIN_ALIGNMENT_C_BYTES": cublaslt._ALIGN_C,
-        "MATMUL_PREF_MIN_ALIGNMENT_D_BYTES": cublaslt._ALIGN_D,
+    names = {
+        "DESC": "POINTER_MODE TRANSA TRANSB A_SCALE_POINTER B_SCALE_POINTER FAST_ACCUM A_SCALE_MODE B_SCALE_MODE",
+        "MATRIX_SCALE": "SCALAR_32F VEC128_32F BLK128x128_32F",
+        "PREF": "REDUCTION_SCHEME_MASK MAX_WORKSPACE_BYTES"
+        + "".join(f" MIN_ALIGNMENT_{matrix}_BYTES" for matrix in "ABCD"),
     }
-    assert {name: int(numbers[f"CUBLASLT_{name}"]) for name in expected} == expected
+    actual = [int(numbers[f"CUBLASLT_MATMUL_{of}_{name}"]) for of, each in names.items() for name in each.split()]
+    assert actual == [
+        cublaslt._POINTER_MODE, cublaslt._TRANSA, cublaslt._TRANSB, cublaslt._A_SCALE, cublaslt._B_SCALE,
+        cublaslt._FAST_ACCUMULATION, cublaslt._A_SCALE_MODE, cublaslt._B_SCALE_MODE,
+        *(cublaslt._SCALE_MODES[scaling] for scaling in ("tensor", "tile", "block")), cublaslt._REDUCTION_SCHEMES,
+        cublaslt._MAX_WORKSPACE, cublaslt._ALIGN_A, cublaslt._ALIGN_B, cublaslt._ALIGN_C, cublaslt._ALIGN_D,
+    ]  # fmt: skip
     types = dict(re.findall(r"^\s*CUDA_(R_\w+)\s*=\s*(\d+),", (header.parent / "library_types.h").read_text(), re.M))
-    names = {torch.float32: "R_32F", torch.float16: "R_16F", torch.bfloat16: "R_16BF", torch.float8_e4m3fn: "R_8F_E4M3"}
-    assert {dtype: int(types[name]) for dtype, name in names.items()} == cublaslt._TYPES
+    kinds = {torch.float32: "R_32F", torch.float16: "R_16F", torch.bfloat16: "R_16BF", torch.float8_e4m3fn: "R_8F_E4M3"}
+    assert {dtype: int(types[name]) for dtype, name in kinds.items()} == cublaslt._TYPES
 
 
 def test_a_table_holds_for_its_library_and_device_only(tmp_path: Path) -> None:

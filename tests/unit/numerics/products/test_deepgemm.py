@@ -14,6 +14,7 @@ from snip_megatron.numerics.quantize import operands
 from snip_megatron.numerics.quantize.kernels.launch import list_launches
 from snip_megatron.numerics.quantize.operands import Operand, OperandSpec
 from snip_megatron.precision import Format, Gemm
+from tests.unit.numerics.quantize.specs import matrix
 
 from .emulated_cublaslt import TILE, EmulatedCublasLt
 from .products import hopper
@@ -34,10 +35,6 @@ def fp8_gemm_nt(a: Pair, b: Pair, d: Tensor, *, recipe: tuple[int, int, int], di
         sides.append(values.double() * wide)
     assert d.dtype is torch.bfloat16, f"no kernel for {d.dtype}"
     d.copy_(sides[0] @ sides[1].t())
-
-
-def matrix(rows: int, cols: int, seed: int = 0) -> Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def operand(x: Tensor, fmt: Format, *, weight: bool = False) -> Operand:
