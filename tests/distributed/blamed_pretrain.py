@@ -19,6 +19,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 
+from benchmarks.quality import blame_bugs
+from benchmarks.quality.blame_sites import Site, note_linears
 from snip_megatron import pretrain_gpt
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.weights import WeightCache
@@ -35,6 +37,13 @@ LINEAR = "decoder.layers.1.mlp.linear_fc1"
 
 def main() -> int:
     setup.run_blame = run_cases
+    return pretrain_gpt.main()
+
+
+def planted() -> int:
+    """Train with a fault of the benchmark's catalogue on the second rank: ``PLANT`` at ``LINEAR``."""
+    note_linears()
+    getattr(blame_bugs, os.environ["PLANT"])(Site(os.environ["LINEAR"], rank=1, expert=0))
     return pretrain_gpt.main()
 
 

@@ -35,7 +35,7 @@ def test_a_fault_of_one_rank_is_found_there(
     arguments = [*layout, "--bf16", "--load", str(folder / "saved"), "--snip-map", str(folder / "map.json")]
     arguments += ["--snip", "--snip-dir", str(tmp_path / "run"), "--snip-blame", "4", "--override-opt-param-scheduler"]
     env = {"PLANT": plant, "LINEAR": linear}
-    warm.succeed(2, tiny_llama_args(*arguments, iters=5), tmp=tmp_path, module="planted_pretrain", env=env)
+    warm.succeed(2, tiny_llama_args(*arguments, iters=5), tmp=tmp_path, module="blamed_pretrain:planted", env=env)
     result = Blame.load(tmp_path / "run" / "blame_4.json")
     assert result.verdict == BUG, result.reason
     assert result.bug is not None

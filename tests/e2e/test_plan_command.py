@@ -93,10 +93,7 @@ def test_a_plan_is_made_without_torch() -> None:
     ("arguments", "message"),
     [
         ((), "the following arguments are required: --model, or --megatron with the arguments of a training"),
-        (
-            ("--model", "1b", "--gpus", 4),
-            "--gpus belongs to --megatron; the GPUs of a --model are those of --tp, --pp and --dp",
-        ),
+        (("--model", "1b", "--gpus", 4), "--gpus belongs to --megatron; the GPUs of a --model are those of --tp"),
         (("--model", "7b", "--tp", 3), "--tp 3: llama-7b has 32 heads, which cannot be split over 3 ranks"),
         (("--model", "8b", "--pp", "x"), "argument --pp: 'x' is not a whole number from 1 to 100000000000"),
         (("--model", "8b", "--json", "/nowhere/p.json"), "--json /nowhere/p.json: there is no folder /nowhere"),

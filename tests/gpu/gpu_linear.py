@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
-from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
+from snip_megatron.layers.context import LinearState, StepContext
 from snip_megatron.numerics.products.backend import GemmBackend
-from snip_megatron.precision import Formats, LinearId
+from snip_megatron.precision import Formats
+from tests.unit.handles import handle_of
 
 
 class Linear(torch.nn.Module):
@@ -28,9 +29,8 @@ class Linear(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight)
         self.weight.main_grad = torch.zeros(n, k, device="cuda") if main_grad is None else main_grad
         self.weight.grad_added_to_main_grad = False
-        self.handle = LinearHandle(
-            id=LinearId("decoder", 3, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
-            out_features=torch.arange(n), in_features=torch.arange(k), context=StepContext(backend=backend, seed=11),
+        self.handle = handle_of(
+            "decoder.layers.3.mlp.linear_fc2", n, k, StepContext(backend=backend, seed=11), parallel="row",
             module=self, state=LinearState(formats=formats), delays=delays,
         )  # fmt: skip
 

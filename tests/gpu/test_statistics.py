@@ -5,12 +5,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.context import StepContext
 from snip_megatron.numerics.products.backend import REFERENCE
 from snip_megatron.numerics.products.selection import select_backend
-from snip_megatron.precision import LinearId
 from snip_megatron.sensitivity import quantization_error as reference
 from snip_megatron.sensitivity.recorder import LinearRecorder
+from tests.unit.handles import handle_of
 
 FORMATS = ("fp8", "fp4", "fp8_tensor")
 
@@ -74,11 +74,8 @@ def recorded(device: str) -> LinearRecorder:
         for shape, scale in (((1536, 512), 1.0), ((768, 512), 0.05), ((1536, 768), 1e-3))
     )
     backend = select_backend("auto").backend if device == "cuda" else REFERENCE
-    handle = LinearHandle(
-        id=LinearId("decoder", 1, "mlp.linear_fc1"), parallel="column", n=768, k=512, stage=0, tp_rank=0, tp_size=1,
-        out_features=torch.arange(768), in_features=torch.arange(512), context=StepContext(backend=backend),
-        module=torch.nn.Linear(512, 768, bias=False, device=device),
-    )  # fmt: skip
+    handle = handle_of("decoder.layers.1.mlp.linear_fc1", 768, 512, StepContext(backend=backend))
+    handle.module.to(device)
     recorder = LinearRecorder(handle, FORMATS, 128)
     d = g @ w
     recorder.on_backward(x, w, g, d, d)

@@ -75,7 +75,7 @@ def state() -> bytes:
 
 PARSERS = {
     "problem": Parser(lambda: build_problem(TABLE, REQUEST)[0].to_json().encode(), Problem.from_json),
-    "map": Parser(lambda: MAP.to_json().encode(), lambda b: PrecisionMap.from_json(text_of(b), where="map")),
+    "map": Parser(lambda: MAP.to_json().encode(), lambda b: PrecisionMap.from_json(b.decode("utf-8", "replace"))),
     "schedule": Parser(lambda: SCHEDULE.to_json().encode(), Schedule.from_json),
     "plan": Parser(lambda: PLAN.to_json().encode(), PrecisionPlan.from_json),
     "state": Parser(state, ControllerState.from_bytes),
@@ -99,10 +99,6 @@ PARSERS = {
         file="manifest.json",
     ),
 }
-
-
-def text_of(content: bytes) -> str:
-    return content.decode("utf-8", "replace")
 
 
 def json_of(content: bytes) -> Any:

@@ -1,5 +1,7 @@
 """Real Megatron linears on one gloo rank, and what their quantised GEMMs must give, composed independently."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,18 +76,19 @@ def passed(linear: Any, s: int, b: int, seed: int = 1) -> tuple[torch.Tensor, to
     return x, g, y
 
 
-def rounding(fmt: Format, context: StepContext, microbatch: int, gemm: int) -> dict[str, Any]:
-    """Options of G's quantisation: stochastic in the 4-bit formats, keyed by counters alone."""
-    if fmt not in STOCHASTIC:
-        return {}
-    seed = derive_seed(context.seed, context.step, microbatch, FC1_INDEX, gemm)
-    return {"rounding": "stochastic", "seed": seed}
-
-
 def reference(
-    x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, formats: Formats, context: StepContext, microbatch: int = 0
+    x: torch.Tensor,
+    w: torch.Tensor,
+    g: torch.Tensor,
+    formats: Formats,
+    context: StepContext,
+    microbatch: int = 0,
+    seed_of: Callable[[int], int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Y [s, b, n], ∂L/∂X [s, b, k], ∇W [n, k] in float64 from operands quantised as docs/how-it-works.md says."""
+    """Y [s, b, n], ∂L/∂X [s, b, k], ∇W [n, k] in float64 from operands quantised as docs/how-it-works.md says.
+
+    ``seed_of`` has the seed of a GEMM's stochastic rounding of G, if this is not FC1.
+    """
     rows = x.shape[:-1]
     x, w, g = (t.detach().reshape(-1, t.shape[-1]) for t in (x, w, g))
     fprop, dgrad, wgrad = formats
@@ -93,10 +96,14 @@ def reference(
     def quantised(t: torch.Tensor, fmt: Format, **options: Any) -> torch.Tensor:
         return t.double() if fmt is Format.BF16 else fake_quantize(t, fmt, **options).double()
 
+    def rounding(fmt: Format, gemm: int) -> dict[str, Any]:
+        seeds = seed_of or partial(derive_seed, context.seed, context.step, microbatch, FC1_INDEX)
+        return {"rounding": "stochastic", "seed": seeds(gemm)} if fmt in STOCHASTIC else {}
+
     drawn = derive_seed(context.seed, context.step, 0x486164616D617264, FC1_INDEX) >> 48
     y = quantised(x, fprop) @ quantised(w, fprop, block=True).t()
-    d = quantised(g, dgrad, **rounding(dgrad, context, microbatch, 1)) @ quantised(w, dgrad, block=True, axis=0)
+    d = quantised(g, dgrad, **rounding(dgrad, 1)) @ quantised(w, dgrad, block=True, axis=0)
     if wgrad in ROTATED:
         x, g = (rotate(t, drawn if SPECS[wgrad].random_signs else 0) for t in (x, g))
-    gw = quantised(g, wgrad, axis=0, **rounding(wgrad, context, microbatch, 2)).t() @ quantised(x, wgrad, axis=0)
-    return y.view(*rows, -1), d.view(*rows, -1), gw
+    gw = quantised(g, wgrad, axis=0, **rounding(wgrad, 2)).t() @ quantised(x, wgrad, axis=0)
+    return y.view(*rows, len(w)), d.view(*rows, w.shape[1]), gw

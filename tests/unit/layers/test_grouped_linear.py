@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from handles import Recorder, handle_of
+from linears import reference
 from torch import Tensor
 
-from snip_megatron.layers.context import GEMM_INDEX, LinearState, Override, StepContext
+from snip_megatron.layers.context import LinearState, Override, StepContext
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, pad, unpad
 from snip_megatron.layers.registry import DeviceStep
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts, takes_device_rows
@@ -17,8 +19,7 @@ from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
 from snip_megatron.numerics.products.check import decibel
 from snip_megatron.numerics.products.grouped import DeviceRows, Rows, group_rows
 from snip_megatron.numerics.products.host_recipe import HostRecipe, RecipeGemms
-from snip_megatron.numerics.quantize import derive_seed, fake_quantize, swiglu
-from snip_megatron.numerics.quantize.formats import STOCHASTIC
+from snip_megatron.numerics.quantize import derive_seed, swiglu
 from snip_megatron.precision import Format, Formats, Gemm
 from snip_megatron.precision.errors import SnipError
 from tests.unit.numerics.products import emulated_grouped
@@ -71,24 +72,17 @@ def operands(splits: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> tupl
 
 def expected(experts: Experts, x: Tensor, g: Tensor, splits: Sequence[int], formats: Formats) -> list[Tensor]:
     """Y, ∂L/∂X and the stacked ∇W in float64. Each expert draws with keys of its own."""
-    fprop, dgrad, wgrad = formats
+    rows, index = (x.split(list(splits)), g.split(list(splits))), experts.handles[0].index
 
-    def quantised(t: Tensor, fmt: Format, gemm: Gemm | None = None, expert: int = 0, **options: Any) -> Tensor:
-        if fmt is BF16:
-            return t.double()
-        if gemm is not None and fmt in STOCHASTIC:
-            seed = derive_seed(derive_seed(11, 3, 1, experts.handles[0].index, GEMM_INDEX[gemm]), expert)
-            options |= {"rounding": "stochastic", "seed": seed}
-        return fake_quantize(t, fmt, **options).double()
+    def seed(expert: int, gemm: int) -> int:
+        return derive_seed(derive_seed(11, 3, 1, index, gemm), expert)
 
-    actual: list[list[Tensor]] = [[], [], []]
-    rows = x.detach().split(list(splits)), g.split(list(splits))
-    for e, (w, xs, gs) in enumerate(zip(experts.parameters(), *rows, strict=True)):
-        actual[0].append(quantised(xs, fprop) @ quantised(w.detach(), fprop, block=True).t())
-        of_w = quantised(w.detach(), dgrad, block=True, axis=0)
-        actual[1].append(quantised(gs, dgrad, Gemm.DGRAD, e) @ of_w)
-        actual[2].append(quantised(gs, wgrad, Gemm.WGRAD, e, axis=0).t() @ quantised(xs, wgrad, axis=0))
-    return [torch.cat(actual[0]), torch.cat(actual[1]), torch.stack(actual[2])]
+    of_each = [
+        reference(xs, w, gs, formats, experts.context, seed_of=partial(seed, e))
+        for e, (w, xs, gs) in enumerate(zip(experts.parameters(), *rows, strict=True))
+    ]
+    y, d, gw = zip(*of_each, strict=True)
+    return [torch.cat(y), torch.cat(d), torch.stack(gw)]
 
 
 @pytest.mark.parametrize(("splits", "formats"), CASES)

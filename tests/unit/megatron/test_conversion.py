@@ -130,8 +130,11 @@ def test_other_linears_stay_as_they_are_and_are_named(capsys: pytest.CaptureFixt
         assert f"{name.replace('.0.', '.*.').replace('.1.', '.*.')} of 1 layers stays bf16 ({why})" in shown
 
 
-def mla_and_mtp() -> GPTModel:
+def test_latent_attention_and_token_prediction_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers of multi-latent attention and one of multi-token prediction, of Megatron's own classes."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    for name, function in token_prediction_repair().items():
+        monkeypatch.setattr(multi_token_prediction, name, function)
     torch.manual_seed(0)
     sizes = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
     sizes |= {key: value for key, value in DENSE.items() if key != "num_query_groups"}
@@ -139,14 +142,7 @@ def mla_and_mtp() -> GPTModel:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
     spec.submodules.self_attention.submodules.core_attention = TorchAttention
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
-    return GPTModel(config, spec, 128, 32, position_embedding_type="rope", mtp_block_spec=mtp)
-
-
-def test_latent_attention_and_token_prediction_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    for name, function in token_prediction_repair().items():
-        monkeypatch.setattr(multi_token_prediction, name, function)
-    chunk = mla_and_mtp()
+    chunk = GPTModel(config, spec, 128, 32, position_embedding_type="rope", mtp_block_spec=mtp)
     keys = list(chunk.state_dict())
     registry = convert_model([chunk], CONFIG)
     attention = [f"self_attention.linear_{part}" for part in ("q_down_proj", "kv_down_proj", "q_up_proj", "kv_up_proj")]

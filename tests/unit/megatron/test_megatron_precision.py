@@ -135,6 +135,10 @@ def test_wgrads_are_delayed_beside_graphs_that_hold_the_address_of_gradients(
     assert ("--delay-wgrad-compute left out" in capsys.readouterr().out) is not kept
 
 
+BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
+DELAYED = "--fp8-format e4m3 --fp8-recipe delayed --fp8-amax-history-len 8 --fp8-amax-compute-algo max"
+
+
 def blamed(given: str) -> argparse.Namespace:
     words = ["--snip-blame", "7", "--transformer-impl", "transformer_engine", *shlex.split(given)]
     return let_snip_choose(add_arguments(megatron_parser())).parse_args(words)
@@ -144,19 +148,10 @@ def blamed(given: str) -> argparse.Namespace:
     ("given", "env", "recipe"),
     [
         ("--fp8-format hybrid", {}, HostRecipe("delayed", hybrid=True)),
-        (
-            "--fp8-format e4m3 --fp8-recipe delayed --fp8-margin 1 --fp8-amax-history-len 8"
-            " --fp8-amax-compute-algo max",
-            {},
-            HostRecipe("delayed", margin=1, history=8, most_recent=False),
-        ),
+        (f"{DELAYED} --fp8-margin 1", {}, HostRecipe("delayed", margin=1, history=8, most_recent=False)),
         ("--fp8-format hybrid --fp8-recipe tensorwise", {}, HostRecipe("tensorwise", hybrid=True)),
-        ("--fp8-format e4m3 --fp8-recipe blockwise", {}, HostRecipe("blockwise", power_of_two=True)),
-        (
-            "--fp8-format e4m3 --fp8-recipe blockwise",
-            {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"},
-            HostRecipe("blockwise"),
-        ),
+        (BLOCKWISE, {}, HostRecipe("blockwise", power_of_two=True)),
+        (BLOCKWISE, {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}, HostRecipe("blockwise")),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", {}, HostRecipe("mxfp8")),
         ("--fp4-format e2m1", {"NVTE_NVFP4_DISABLE_RHT": "1"}, HostRecipe("nvfp4", hadamard=False)),
     ],

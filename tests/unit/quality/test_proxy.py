@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sensitivity.synthetic import make_table, with_columns
 
 from benchmarks.quality.proxy import CEILING, QUANTITIES, first_order, validate
 from benchmarks.quality.truth import TRUTH_COLUMNS, Truth, plan_trials, truth_of
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm
 from snip_megatron.sensitivity.divergence import second_order, weight_divergence
 from snip_megatron.sensitivity.table import StatisticsTable
+from tests.unit.sensitivity.synthetic import make_table, with_columns
 
 FORMATS = ("fp8", "fp4")
 

@@ -28,16 +28,12 @@ def a_run(tmp: Path, bf16: float = 2.0, mapped: float = 1.0, updates: int = 1, *
     return summarise(load_run(path))
 
 
-def cost_of(path: Path) -> float:
-    kinds = ("probe", "collect", "submit", "adopt")
-    return sum(event["wait_s"] for event in load_run(path).events if event["event"] in kinds)
-
-
 def test_a_run_that_saves_time(tmp_path: Path) -> None:
     worth = a_run(tmp_path)
     assert (worth.verdict, worth.warnings) == ("yes", ())
     assert (worth.bf16_s, worth.bf16_steps, worth.updates) == (2.0, 29, 1)  # 3 steps settle twice
-    cost = cost_of(tmp_path / "run")
+    waits = ("probe", "collect", "submit", "adopt")
+    cost = sum(event["wait_s"] for event in load_run(tmp_path / "run").events if event["event"] in waits)
     assert worth.cost_s == pytest.approx(cost)
     assert worth.saved_s == pytest.approx(85 * 1.0 - cost)
     # 880 steps are left, and 44 updates, each of which costs what the only one did
@@ -178,6 +174,9 @@ def test_an_update_that_a_short_run_has_not_paid_for_pays_in_longer_ones(tmp_pat
     assert (never.verdict, never.steps_to_pay) == ("no", None)
 
 
+SUBMIT = (4, "submit", dict[str, Any]())
+
+
 @pytest.mark.parametrize(
     ("events", "config", "cause"),
     [
@@ -187,19 +186,11 @@ def test_an_update_that_a_short_run_has_not_paid_for_pays_in_longer_ones(tmp_pat
         ([(4, "skipped", {"reason": "training ends"})], {}, "an update was left out (training ends)"),
         ([(4, "dropped", {"reason": "no memory"})], {}, "an update was dropped (no memory)"),
         ([(4, "postpone", {"reason": "kernels", "until": 14})], {}, "kernels until step 14: --snip-wait 120 waits"),
-        ([(4, "submit", {})], {}, "the map of the update of step 4 is adopted at step 9 at the earliest, and 8 steps"),
-        (
-            [(4, "submit", {}), (9, "postpone", {"until": 14})],
-            {},
-            "the map of the update of step 4 is adopted at step 14",
-        ),
-        ([(4, "submit", {}), (5, "solve_failed", {"message": "boom"})], {}, "the solver gave no map (boom)"),
-        ([(4, "submit", {}), (9, "adopt", {"version": 1})], {}, "the solver chose bf16 for every GEMM, because within"),
-        (
-            [(4, "submit", {}), (9, "adopt", {"version": 1})],
-            {},
-            "map 1 was adopted before step 9, and no step under it has ended",
-        ),
+        ([SUBMIT], {}, "the map of the update of step 4 is adopted at step 9 at the earliest, and 8 steps"),
+        ([SUBMIT, (9, "postpone", {"until": 14})], {}, "the map of the update of step 4 is adopted at step 14"),
+        ([SUBMIT, (5, "solve_failed", {"message": "boom"})], {}, "the solver gave no map (boom)"),
+        ([SUBMIT, (9, "adopt", {"version": 1})], {}, "the solver chose bf16 for every GEMM, because within"),
+        ([SUBMIT, (9, "adopt", {"version": 1})], {}, "map 1 was adopted before step 9, and no step under it has ended"),
     ],
 )
 def test_why_no_map_was_adopted(

@@ -1,17 +1,12 @@
 """The joins behind the report: adoptions with their maps and scores, updates with their times."""
 
 import json
-from pathlib import Path
 
 import pytest
 import synthetic_run
+from small_runs import new_run
 
 from snip_megatron.runtime.run_data import load_run
-from snip_megatron.runtime.run_directory import RunDirectory
-
-
-def open_run(path: Path) -> RunDirectory:
-    return RunDirectory(path, {"policy": "snip"}, overwrite=False, resume_step=None)
 
 
 def test_adoptions_carry_their_map_and_scores(whole_run):
@@ -41,7 +36,7 @@ def test_updates_carry_their_times(whole_run):
 
 def test_scores_are_found_by_version(tmp_path):
     first, second = {"a": {}}, {"b": {}}
-    with open_run(tmp_path) as run:
+    with new_run(tmp_path) as run:
         for step, version, scores in ((2, 1, first), (6, 2, second)):
             run.event(step, "submit", version=version)
             run.write_scores(step, scores, version=version)
@@ -51,7 +46,7 @@ def test_scores_are_found_by_version(tmp_path):
 
 def test_what_an_update_changed_is_what_its_first_adoption_did(tmp_path):
     """The phases of a plan share its version, and are adopted one after another."""
-    with open_run(tmp_path) as run:
+    with new_run(tmp_path) as run:
         run.event(2, "submit", version=1)
         run.event(4, "adopt", version=1, changed=12)
         run.event(40, "adopt", version=1, changed=0)
@@ -62,7 +57,7 @@ def test_what_an_update_changed_is_what_its_first_adoption_did(tmp_path):
 
 
 def test_a_second_solution_belongs_to_the_update_of_its_statistics(tmp_path):
-    with open_run(tmp_path) as run:
+    with new_run(tmp_path) as run:
         run.event(2, "submit", version=1, wait_s=0.5)
         run.event(4, "rise", version=1, wait_s=0.25)
         run.event(4, "rejected", version=1, again=2)
@@ -74,7 +69,7 @@ def test_a_second_solution_belongs_to_the_update_of_its_statistics(tmp_path):
 
 
 def test_outcomes_that_are_no_adoption(tmp_path):
-    with open_run(tmp_path) as run:
+    with new_run(tmp_path) as run:
         run.event(2, "collect", seconds=0.1)
         run.event(2, "submit", version=1)
         run.event(4, "postpone", version=1, until=6)

@@ -137,19 +137,14 @@ def table_of(row: LinearRow, *recorders: LinearRecorder, groups: ProbeGroups | N
     return table
 
 
-def columns_of(linear: LinearId, recorder: LinearRecorder) -> dict[str, np.ndarray]:
-    """Columns of the table that a recorder fills."""
-    arrays = table_of(LinearRow(str(linear), 0, N, K), recorder).arrays
-    return {name.rpartition(".")[2]: array[0] for name, array in arrays.items() if array.any()}
-
-
 # -- one rank --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
 @pytest.mark.parametrize("samples", [64, 10_000])
 def test_sums_are_the_definitions(linear: LinearId, samples: int) -> None:
     batches = microbatches()
     recorder = recorded(linear, batches, samples)
-    actual = columns_of(linear, recorder)
+    arrays = table_of(LinearRow(str(linear), 0, N, K), recorder).arrays
+    actual = {name.rpartition(".")[2]: array[0] for name, array in arrays.items() if array.any()}
     expected = definitions(batches, samples)
     if linear is ROW:  # partial over ranks there: completed from other columns in the table
         expected = {name: value for name, value in expected.items() if name not in ("y2", "e2")}

@@ -8,7 +8,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from signals import heeding
 
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.tools import torchrun
@@ -91,7 +90,9 @@ def supervisor(command: list[str]) -> subprocess.Popen[str]:
 def test_a_signal_to_all_processes_ends_the_ranks_only(number: signal.Signals, early: bool) -> None:
     """As schedulers send it: to the whole group. The launcher and the rank's helper are not to die of SIGUSR1."""
     launcher = textwrap.dedent(LAUNCHER).replace("ENTRY", torchrun.ENTRY)
-    process = supervisor(heeding(number, [sys.executable, "-c", SUPERVISOR, launcher]))
+    # It heeds the signal, also if the tests ignore it, as under nohup.
+    heeds = f"import os, signal, sys; signal.signal({int(number)}, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    process = supervisor([sys.executable, "-c", heeds, sys.executable, "-c", SUPERVISOR, launcher])
     try:
         assert process.stdout.readline() == "started\n"
         if not early:  # else the rank still ignores what is sent

@@ -1,7 +1,5 @@
 """Independent quantisers in numpy and ml_dtypes."""
 
-from typing import NamedTuple
-
 import ml_dtypes
 import numpy as np
 
@@ -70,25 +68,20 @@ def _scale(amax: np.float32, fmt: str, tensor_amax: np.float32) -> np.float32:
     return amax / maximum
 
 
-class Choices(NamedTuple):
-    """The two ways to quantise a tile under four-over-six, and the squared error of each in float64."""
-
-    span: tuple[slice, slice]
-    numbers: tuple[np.ndarray, np.ndarray]
-    errors: tuple[float, float]
+Span = tuple[slice, slice]
 
 
-def four_over_six(x: np.ndarray) -> list[Choices]:
-    """Return both choices of every 1×16 tile of a finite matrix: its amax becomes 6, or 4."""
+def four_over_six(x: np.ndarray) -> list[tuple[Span, list[np.ndarray], list[float]]]:
+    """Every 1×16 tile, quantised so that its amax becomes 6 or 4, and the squared errors of both in float64."""
     x = x.astype(np.float32)
     tensor_scale = np.abs(x).max() / np.float32(6 * 256) or np.float32(1)
     result = []
     for i in range(x.shape[0]):
         for j in range(0, x.shape[1], 16):
             span = slice(i, i + 1), slice(j, j + 16)
-            numbers = tuple(_quantised(x[span], np.float32(top), tensor_scale) for top in (6, 4))
-            errors = tuple(float(np.square(each.astype(np.float64) - x[span]).sum()) for each in numbers)
-            result.append(Choices(span, (numbers[0], numbers[1]), (errors[0], errors[1])))
+            numbers = [_quantised(x[span], np.float32(top), tensor_scale) for top in (6, 4)]
+            errors = [float(np.square(each.astype(np.float64) - x[span]).sum()) for each in numbers]
+            result.append((span, numbers, errors))
     return result
 
 
