@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +148,11 @@ def add_event(path: Path, step: int, event: str, **fields: Any) -> None:
     """Append an event to a run directory."""
     with (path / "events.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"time": 0.0, "step": step, "event": event, **fields}) + "\n")
+
+
+def rewrite(path: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the lines of a record."""
+    rows = [json.loads(line) for line in (path / name).read_text().splitlines()]
+    for row in rows:
+        change(row)
+    (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from handles import Recorder, handle_of
 from linears import reference
+from test_weights import Counting
 from torch import Tensor
 
 from snip_megatron.layers.context import LinearState, Override, StepContext
@@ -127,21 +127,15 @@ def test_weights_that_are_gathered_for_each_pass(formats: Formats) -> None:
 
 
 def test_weights_are_quantised_once_and_again_if_one_changes() -> None:
-    counted: list[bool] = []
-
-    class Counting(GemmBackend):
-        def quantize(self, x: Tensor, spec: Any, cached: Any = None) -> Any:
-            counted.append(spec.weight)
-            return super().quantize(x, spec, cached)
-
-    experts, (x, g) = Experts(3, (FP8, FP8, FP8), Counting()), operands((4, 4, 4))
+    backend = Counting()
+    experts, (x, g) = Experts(3, (FP8, FP8, FP8), backend), operands((4, 4, 4))
     for _ in range(2):
         experts(x, (4, 4, 4)).backward(g)
-    assert sum(counted) == 3
+    assert backend.weights == 3
     with torch.no_grad():
         experts.weight1.mul_(2)
     y = experts(x, (4, 4, 4))
-    assert sum(counted) == 6
+    assert backend.weights == 6
     with torch.no_grad():
         experts.weight2.mul_(2)
     with pytest.raises(SnipError, match="a weight was changed between the forward and the backward"):

@@ -1,7 +1,5 @@
 """The panel "is training healthy": each check against records that need a look, and against records that do not."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +31,11 @@ def test_a_healthy_run(path: Path) -> None:
     assert 'class="look"' not in render(load_run(path))
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any]], None], name: str) -> None:
-    rows = [json.loads(line) for line in (path / name).read_text().splitlines()]
-    for row in rows:
-        change(row)
-    (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def test_spikes_and_broken_losses(path: Path) -> None:
     def spike(row: dict[str, Any]) -> None:
         row["loss"] = {80: 30.0, 110: None}.get(row["step"], row["loss"])
 
-    rewrite(path, spike, "metrics.jsonl")
+    synthetic_run.rewrite(path, "metrics.jsonl", spike)
     assert loss_spikes(load_run(path)) == [80]
     assert found(path)["Loss"] == ("NaN or Inf: 1, the last at step 110; spikes: 1, the last at step 80", False)
     assert 'class="look"' in render(load_run(path))
@@ -70,7 +61,7 @@ def test_a_measured_rise_stands_beside_its_prediction_and_its_bound(tmp_path: Pa
         if row["event"] == "adopt" and row["version"] == 5:
             row.update(tried)
 
-    rewrite(path, measure, "events.jsonl")
+    synthetic_run.rewrite(path, "events.jsonl", measure)
     text = f"map 5 raised it by {rise:.2g} ± 0.0004 nats as measured, predicted 0.0009, bound 0.002"
     assert found(path)["Rise of the loss"] == (text, within)
     page = render(load_run(path))
@@ -96,7 +87,7 @@ def test_rises_many_times_their_predictions_are_named(
         if row["event"] == "adopt" and row["version"] in tried:
             row.update(measured_rise=tried[row["version"]], measured_error=0.0001, predicted_rise=0.0001)
 
-    rewrite(path, measure, "events.jsonl")
+    synthetic_run.rewrite(path, "events.jsonl", measure)
     text, found_healthy = found(path)["Rise of the loss"]
     assert text.endswith(last)
     assert found_healthy is healthy

@@ -74,8 +74,7 @@ def old_run(path: Path, age: float, steps: int = 40) -> RunData:
     """A run whose last record is ``age`` seconds old."""
     synthetic_run.write_run(path, updates=1, steps=steps, facts={"train_iters": 900, "global_batch_size": 8})
     for name in ("metrics.jsonl", "events.jsonl"):
-        rows = [json.loads(line) | {"time": time.time() - age} for line in (path / name).open()]
-        (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        synthetic_run.rewrite(path, name, lambda row: row.update(time=time.time() - age))
     return load_run(path)
 
 
