@@ -91,9 +91,9 @@ MODELS: dict[str, Model] = {
     # The same with a shared expert. Local layers do not group GEMMs, whatever is asked.
     "experts-shared": Model(
         "experts-shared-world-1",
-        f"{_EXPERTS} --moe-grouped-gemm --moe-shared-expert-intermediate-size 128 --moe-router-enable-expert-bias"
+        f"{_EXPERTS} --moe-grouped-gemm --moe-shared-expert-intermediate-size 256 --moe-router-enable-expert-bias"
         " --moe-router-score-function sigmoid",
-        "--snip-budget fp4=0.4",
+        "--snip-budget fp4=0.4 --snip-settings probe_tokens=4096",
         probed=4,
         at=AT + 1,
         ragged=True,

@@ -129,7 +129,7 @@ HETEROGENEOUS = (
 )
 KINDS = {
     "heterogeneous": f"{HETEROGENEOUS} {TP2}",
-    "muon": "--optimizer muon",
+    "muon": f"--optimizer muon {TP2}",
     "hybrid": f"{EXPERTS.replace(' --num-layers 2 --moe-layer-freq [0,1]', '')} {EP2} {SHARED} {DELTA}",
     "latent-recomputed": f"{LATENT} {EXPERTS} {EP2} {BESIDE} {RECOMPUTED} mla_up_proj",
     "shared-overlapped-tp": f"{EXPERTS} {TP2} {EP2} --expert-tensor-parallel-size 1 {BESIDE}",
