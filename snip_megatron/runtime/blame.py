@@ -24,7 +24,7 @@ import torch
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm
-from snip_megatron.runtime.blame_passes import Job, Passes, PassResult, Rise
+from snip_megatron.runtime.blame_passes import Job, Passes, PassResult, RoundingRise
 from snip_megatron.runtime.gemm_check import (
     Effect,
     KernelCheck,
@@ -166,7 +166,7 @@ def _blame(passes: Passes, place: Place, state: StateCheck) -> Blame:
     return dataclasses.replace(blame, culprits=tuple(culprits), bisection=tuple(trials))
 
 
-def _verdict(figures: Mapping[str, PassFigures], rise: Rise, suspects: Suspects) -> tuple[str, str]:
+def _verdict(figures: Mapping[str, PassFigures], rise: RoundingRise, suspects: Suspects) -> tuple[str, str]:
     """Return the verdict about a step whose kernels have no fault."""
     if not figures["bf16"].finite:
         return NOT_PRECISION, "the loss or the gradients are not finite in bf16 either"
@@ -265,7 +265,7 @@ def _finite(value: float) -> float:
 
 
 def find_culprits(
-    passes: Passes, suspects: Suspects, plain: PassResult, rounded: PassResult, rise: Rise
+    passes: Passes, suspects: Suspects, plain: PassResult, rounded: PassResult, rise: RoundingRise
 ) -> tuple[list[Culprit], list[Trial]]:
     """Return the suspects, the worst first, and the passes that confirmed them. Collective."""
     ranked = suspects.ranked(by_loss=not rise.is_healthy)
@@ -304,7 +304,7 @@ def find_culprits(
     return culprits, trials
 
 
-def _explained_share(passes: Passes, restored: Sequence[Harm], plain: PassResult, rise: Rise) -> float:
+def _explained_share(passes: Passes, restored: Sequence[Harm], plain: PassResult, rise: RoundingRise) -> float:
     """Return the share of the unhealthy rise of the loss that disappears if these GEMMs run in bf16. Collective."""
     with _restored(passes, restored):
         remaining = passes.rise(passes.losses(), plain.losses).mean

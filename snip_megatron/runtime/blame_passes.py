@@ -62,7 +62,7 @@ class PassResult(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rise:
+class RoundingRise:
     """Rise of the mean loss of a token by rounding, in nats, its standard error, and what is healthy."""
 
     mean: float
@@ -163,7 +163,7 @@ class Passes:
         broken = self.on_any_rank(unfinished)
         return PassFigures(loss if math.isfinite(loss) else None, math.isfinite(loss) and not broken)
 
-    def rise(self, losses: Losses, plain: Losses) -> Rise:
+    def rise(self, losses: Losses, plain: Losses) -> RoundingRise:
         """Return by how much the mean loss of a token is above that of ``plain``."""
         rows, formats = [], self.job.formats
         bits = [formats.format_of(name, Gemm.FPROP).bits for name in self.registry.names]
@@ -174,10 +174,10 @@ class Passes:
             rows.append(torch.stack([each.sum() for each in terms]))
         tokens, total, squares, base_total = self._sum(rows, 4)
         if not math.isfinite(total) or not tokens:
-            return Rise(math.inf, 0.0, healthy)
+            return RoundingRise(math.inf, 0.0, healthy)
         mean = total / tokens
         healthy *= max(1.0, base_total / tokens / USUAL_LOSS)
-        return Rise(mean, math.sqrt(max(0.0, squares / tokens - mean**2) / tokens), healthy)
+        return RoundingRise(mean, math.sqrt(max(0.0, squares / tokens - mean**2) / tokens), healthy)
 
     def gradient_error(self, gradients: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> float:
         """Return ‖ĝ − g‖²/‖g‖² over the weights of all linears."""
