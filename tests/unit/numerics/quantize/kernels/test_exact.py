@@ -206,10 +206,13 @@ def test_wgrads_of_experts_in_tiles_are_added(quantizers: Quantizers, splits: tu
     assert torch.equal(expected[1], out[1].double())
     of_kernel = quantizers.call("add_wgrad", *sides, device.map.table, (False, False), out.clone())
     add_wgrad(*sides, device.map.table, (False, False), of_reference := out.clone())
-    for actual in (of_kernel, of_reference):
-        # FP8 tensor cores add up the products of a tile in fewer bits than FP32 has.
-        assert float((actual.double() - expected).norm() / expected.norm()) < 1e-3
-        assert torch.equal(actual[1], out[1])
+    assert torch.equal(of_kernel[1], out[1])
+    assert torch.equal(of_reference[1], out[1])
+    torch.testing.assert_close(of_reference.double(), expected, rtol=1e-4, atol=2e-4)
+    if quantizers.on_gpu:  # FP8 tensor cores add up the products of a tile in fewer bits than FP32 has
+        assert float((of_kernel.double() - expected).norm() / expected.norm()) < 1e-3
+    else:
+        torch.testing.assert_close(of_kernel.double(), expected, rtol=1e-4, atol=2e-4)
 
 
 def test_an_expert_s_wgrad_reads_no_other_expert_s_rows(quantizers: Quantizers) -> None:
