@@ -15,18 +15,18 @@ import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from snip_megatron.precision.errors import SnipError
 
-MAX_BYTES, MAX_RECORDS = 64 * 2**20, 65_536
-"""Limits of the records that wait to be written, half of them for files that failed. Those that do not fit are dropped
-and counted."""
-_RETRIES = 4  # failures of files that have failed before, until the next record
+MAX_BYTES, MAX_RECORDS = 16 * 2**20, 16_384
+"""Limits of the records of one kind that wait to be written. Those that do not fit are dropped and counted. A file that
+can never be written leaves the other kinds their room."""
 STALL_S = 30.0
 """Seconds without a write until a line says so."""
 EXIT_S, FINISH_S = 30.0, 60.0
@@ -97,33 +97,19 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
                 os.close(descriptor)
 
 
-class _Record(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Record:
     path: Path
     write: Callable[[Path, bytes], None]
     data: bytes
-    kind: str
-
-
-class _Queue(deque[_Record]):
-    """Records in order, whose bytes are counted."""
-
-    bytes = 0
-
-    def put(self, record: _Record) -> None:
-        self.append(record)
-        self.bytes += len(record.data)
-
-    def take(self) -> _Record:
-        record = self.popleft()
-        self.bytes -= len(record.data)
-        return record
+    kind: str  # name of a file of lines, or of a step file's folder
 
 
 class Writer:
-    """Writes lines and whole files in a thread of its own, in the order in which they were given.
+    """Writes lines and whole files in a thread of its own, in the order of the calls.
 
     :meth:`append` and :meth:`replace` put a record into a queue and return at once. A record that does not fit into the
-    queue is dropped and counted. A record that cannot be written waits with the later ones of its file, and is tried
+    queue is dropped and counted. If a record cannot be written, it and the later ones of its file wait, and are tried
     again with the next record. Those of other files are written meanwhile.
 
     A JSON line is one ``write()`` of one complete line to a file opened with O_APPEND. A whole file is written by
@@ -132,8 +118,8 @@ class Writer:
     Args:
         folder: The folder of the records, which messages name.
         restore: Called before a file of lines is created.
-        loss_record: Returns the file and the record that say how many records of each kind are missing. A kind is the
-            name of a file of lines, or of a step file's folder. The record is appended when writing works again.
+        loss_record: Returns the file and the record that say how many records of each kind are missing. The record is
+            appended when writing works again.
     """
 
     def __init__(
@@ -143,13 +129,14 @@ class Writer:
         loss_record: Callable[[Mapping[str, int]], tuple[Path, Mapping[str, Any]]],
     ) -> None:
         self._folder, self._restore, self._loss_record = folder, restore, loss_record
-        self._changed = threading.Condition()  # guards the queues and counts; no file is touched inside it
-        self._queue = _Queue()  # the first one is being written
-        self._failed: dict[Path, _Queue] = {}  # of files that could not be written
+        self._changed = threading.Condition()  # guards the queue and the counts; no file is touched inside it
+        self._queue: dict[_Record, None] = {}  # records that are not written yet, in order
+        self._waiting: Counter[str] = Counter()  # records in the queue by kind
+        self._bytes: Counter[str] = Counter()  # their bytes by kind
         self._calls: deque[Callable[[], object]] = deque()
         self._lost: Counter[str] = Counter()  # of which no record tells yet
         self._closed = self._has_news = False
-        self._progress = 0.0  # when the latest write ended, or the queue began to fill
+        self._progress = 0.0  # when the latest record was tried, or the queue began to fill
         self._error = ""
         self._printed: set[str] = set()
         self._torn: set[Path] = set()  # files that end in a part of a line
@@ -165,28 +152,25 @@ class Writer:
         self._put(path, partial(write_atomically, durable=durable), data)
 
     def _put(self, path: Path, write: Callable[[Path, bytes], None], data: bytes) -> None:
-        kind = path.stem if path.parent == self._folder else path.parent.name
+        record = _Record(path, write, data, path.stem if path.parent == self._folder else path.parent.name)
+        kind = record.kind
         with self._changed:
-            waiting, record = len(self._queue), _Record(path, write, data, kind)
-            fits = not waiting or self._fits(record, self._queue, *self._failed.values())
-            stalls = waiting and time.monotonic() - self._progress > STALL_S
-            if not waiting:
+            if not self._queue:
                 self._progress = time.monotonic()
+            stalls = time.monotonic() - self._progress > STALL_S
+            limits_hold = self._waiting[kind] < MAX_RECORDS and self._bytes[kind] + len(data) <= MAX_BYTES
+            fits = limits_hold or not self._waiting[kind]
             if fits:
-                self._queue.put(record)
+                self._queue[record] = None
+                self._waiting[kind] += 1
+                self._bytes[kind] += len(data)
             else:
                 self._lost[kind] += 1
             self._wake()
-        if stalls and not self._error:
+        if stalls:
             self._say_once("stall", f"nothing could be written for {STALL_S:.0f} s; training goes on, the records wait")
         if not fits:
             self._say_once("loss", "the queue of records is full; training goes on, further records are lost")
-
-    @staticmethod
-    def _fits(record: _Record, *queues: _Queue, share: float = 1.0) -> bool:
-        """Return whether queues may take a record more, for which they have a share of the limits."""
-        size = len(record.data) + sum(queue.bytes for queue in queues)
-        return sum(map(len, queues)) < share * MAX_RECORDS and size <= share * MAX_BYTES
 
     def _wake(self) -> None:
         self._has_news = True
@@ -223,12 +207,10 @@ class Writer:
         answers = self.flush()
         why = self._error if answers else f"the file system has not taken them within {EXIT_S:.0f} s"
         with self._changed:
-            for queue in (self._queue, *self._failed.values()):
-                self._lost += Counter(record.kind for record in queue)
-                queue.clear()
-            self._failed.clear()
+            self._lost += self._waiting
+            self._queue.clear()
         if answers:
-            self.call(self._record_losses, EXIT_S)
+            self.flush()  # records the losses
         if self._lost:
             self._say(f"{_counts(self._lost)} are missing: {why}")
         finished = answers and self.call(finish, FINISH_S)
@@ -252,64 +234,31 @@ class Writer:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_news)
                 self._has_news, calls = False, len(self._calls)
-            self._write_failed(math.inf if calls else _RETRIES)
-            self._write_queue()
+                records = list(self._queue)
+            self._write(records)
             for _ in range(calls):
                 self._calls.popleft()()
 
-    def _write_failed(self, retries: float) -> None:
-        """Try the files that failed before, until ``retries`` of them fail again. Next time, these are tried last."""
-        for path, records in list(self._failed.items()):
-            while records and self._is_written(records[0]):
-                self._remove_first(records)
+    def _write(self, records: Sequence[_Record]) -> None:
+        """Try ``records``. After one that fails, the later ones of its file stay in the queue untried."""
+        failed: set[Path] = set()
+        for record in records:
+            if record.path in failed or record not in self._queue:  # the latter: close has given up
+                continue
+            try:
+                record.write(record.path, record.data)
+            except (OSError, MemoryError) as error:  # the thread lives on
+                failed.add(record.path)
+                self._error = str(error)
+                self._say_once("failure", f"cannot write ({error}); training goes on, the records are written later")
             with self._changed:
-                self._failed.pop(path, None)
-                if records:
-                    self._failed[path] = records
-                    retries -= 1
-            if retries <= 0:
-                return
-
-    def _write_queue(self) -> None:
-        """Write the queue. Records of a file that fails are set aside."""
-        while self._queue:
-            record = self._queue[0]
-            if record.path in self._failed or not self._is_written(record):
-                self._set_aside(record)
-            else:
-                self._remove_first(self._queue)
-        if not self._failed:
+                self._progress = time.monotonic()
+                if record.path not in failed and record in self._queue:
+                    del self._queue[record]
+                    self._waiting[record.kind] -= 1
+                    self._bytes[record.kind] -= len(record.data)
+        if not failed:
             self._record_losses()
-
-    def _is_written(self, record: _Record) -> bool:
-        try:
-            record.write(record.path, record.data)
-        except (OSError, MemoryError) as error:  # the thread lives on
-            self._error = str(error)
-            self._say_once("failure", f"cannot write ({error}); training goes on, the records are written later")
-            return False
-        return True
-
-    def _remove_first(self, queue: _Queue) -> None:
-        with self._changed:
-            if queue:  # close may have given up
-                queue.take()
-            self._progress = time.monotonic()
-
-    def _set_aside(self, record: _Record) -> None:
-        """Move the first record of the queue to those of its file that failed before."""
-        with self._changed:
-            if not self._queue:  # close has given up
-                return
-            self._queue.take()
-            fits = self._fits(record, *self._failed.values(), share=0.5)
-            if fits:
-                self._failed.setdefault(record.path, _Queue()).put(record)
-            else:
-                self._lost[record.kind] += 1
-            self._progress = time.monotonic()
-        if not fits:
-            self._say_once("loss", "too many records cannot be written; training goes on, further records are lost")
 
     def _record_losses(self) -> None:
         """Record and print how many records are missing, if their file of lines can be written."""

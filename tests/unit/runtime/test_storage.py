@@ -54,7 +54,7 @@ def end_of_stall(fifo: Path) -> int:
 
 def test_a_write_that_stalls_holds_up_nobody(tmp_path, monkeypatch, capsys):
     """The open of a FIFO waits in the kernel for a reader, as a file of a dead network file system does."""
-    monkeypatch.setattr(storage, "MAX_RECORDS", 50)
+    monkeypatch.setattr(storage, "MAX_RECORDS", 25)
     monkeypatch.setattr(storage, "STALL_S", 0.0)
     run, fifo = new_run(tmp_path), tmp_path / "metrics.jsonl"
     os.mkfifo(fifo)
@@ -63,25 +63,24 @@ def test_a_write_that_stalls_holds_up_nobody(tmp_path, monkeypatch, capsys):
     for step in range(100):
         run.metric(step, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
         run.event(step, "collect")
-    run.write("maps", 99, PrecisionMap.uniform([FC1], Format.FP4).to_json())
     assert [event["event"] for event in read_events(tmp_path)] == ["submit"]
     reader = end_of_stall(fifo)
     assert run.writer.flush()
     lines = os.read(reader, 2**16).splitlines()
     (event,) = [event for event in read_events(tmp_path) if event["event"] == "records_lost"]
-    assert event["kinds"] == {"metrics": 75, "events": 75, "maps": 1}
-    assert (event["records"], event["step"]) == (151, 99)
+    assert event["kinds"] == {"metrics": 75, "events": 75}
+    assert (event["records"], event["step"]) == (150, 99)
     run.close()
     os.close(reader)
     fifo.unlink()
     summary = summarise(load_run(tmp_path))
     assert summary.as_dict()["lost"] == event["kinds"]
-    assert sentences(summary)[-1].endswith("did not take them: 75 of metrics, 75 of events, 1 of maps.")
+    assert sentences(summary)[-1].endswith("did not take them: 75 of metrics, 75 of events.")
     assert [json.loads(line)["step"] for line in lines] == [*range(25)]
     assert [event["step"] for event in read_events(tmp_path) if event["event"] == "collect"] == [*range(25)]
     said = capsys.readouterr().err
     assert said.count("nothing could be written for 0 s") == said.count("further records are lost") == 1
-    assert "writes again; 151 records (75 of metrics, 75 of events, 1 of maps) are missing" in said
+    assert "writes again; 150 records (75 of metrics, 75 of events) are missing" in said
 
 
 def test_the_end_of_a_run_waits_a_bounded_time(tmp_path, monkeypatch, capsys):
@@ -145,7 +144,7 @@ def test_records_come_back_with_their_file_system(tmp_path, fault):
 
 def test_a_file_that_can_never_be_written_holds_back_no_other(tmp_path, monkeypatch, capsys):
     """A folder has the name of a map, and another one that of the metrics. Both are gone at the end."""
-    monkeypatch.setattr(storage, "MAX_RECORDS", 40)
+    monkeypatch.setattr(storage, "MAX_RECORDS", 20)
     run = new_run(tmp_path)
     bad = [tmp_path / "maps" / "step_2.json", tmp_path / "metrics.jsonl"]
     for path in bad:
@@ -165,10 +164,10 @@ def test_a_file_that_can_never_be_written_holds_back_no_other(tmp_path, monkeypa
         (path / "entry").rmdir()
         path.rmdir()
     run.close()
-    assert [record["step"] for record in read_metrics(tmp_path)] == [*range(19)]  # half of the queue; the map is in it
+    assert [record["step"] for record in read_metrics(tmp_path)] == [*range(20)]
     assert list(read_maps(tmp_path)) == [*range(10)]
     lost = [event["kinds"] for event in read_events(tmp_path) if event["event"] == "records_lost"]
-    assert sum(kinds["metrics"] for kinds in lost) == 81
+    assert sum(kinds["metrics"] for kinds in lost) == 80
     assert capsys.readouterr().err.count("cannot write (") == 1
 
 
