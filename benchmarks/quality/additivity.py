@@ -156,7 +156,7 @@ def update(oracle: Any, step: Any, result: Any, seed: int) -> dict[str, Any]:
     table = result.table
     flops = {row.name: float(row.n * row.k) for row in table.linears}
     predicted = Model(predicted_rises(table))
-    sets, used = sets_of(list(flops), seed), result.passes["statistics"]
+    sets, used = sets_of(list(flops), seed), result.microbatches
     halves = (range(used), range(used, 2 * used))
     measured(oracle, step, result, sets, halves)
     singles = Model({each.names[0]: statistics.fmean(each.rise) for each in sets if each.kind == "single"})

@@ -267,7 +267,7 @@ def after_each_probe(action: Action) -> Iterator[None]:
 
 def record(oracle: Oracle, config: SnipConfig, step: MegatronStep, result: ProbeResult) -> None:
     """Measure on the microbatches of a probe and on as many others, and write the truth. Collective."""
-    used = result.passes["statistics"]
+    used = result.microbatches
     both = (range(used), range(used, 2 * used))
     truth, again = (oracle.measure(step, result.table, microbatches, result.scale) for microbatches in both)
     if dist.get_rank() == 0:

@@ -255,7 +255,7 @@ def one_rank(model: str, layers: int, ranks: int) -> Body:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from snip_megatron.runtime.exchange import MapChannel, StepReport, Transaction
-    from snip_megatron.runtime.host import LocalSink, Unmeasured
+    from snip_megatron.runtime.host import LocalSink
     from snip_megatron.runtime.probe import ProbeRunner
     from snip_megatron.runtime.probe_memory import Fit
     from snip_megatron.sensitivity.reduction import ProbeGroups
@@ -318,8 +318,7 @@ def one_rank(model: str, layers: int, ranks: int) -> Body:
     probes: Any = ProbeRunner(host, registry, config, weighs_updates=True)
     probes.check_memory = lambda step: (1, Fit(1.0, 1.0, 1.0, 1.0, 2.0))
     base, started = _rss(), time.process_time()
-    result = probes.measure(step, 1.0)
-    assert not isinstance(result, Unmeasured), result
+    probes.measure(step, 1.0)
     channel = MapChannel(registry.names, cpu)
     Transaction(channel.device).together("submission", lambda: 0.0)
     channel.agree(None)

@@ -40,7 +40,7 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller, OnAdopt
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.exchange import Failure, UpdateBrokenError
-from snip_megatron.runtime.host import Host, ProbeResult, Unmeasured
+from snip_megatron.runtime.host import Host, ProbeResult
 from snip_megatron.runtime.probe import ProbeRunner
 from snip_megatron.runtime.rise import Rise
 from snip_megatron.runtime.state import ControllerState
@@ -233,13 +233,13 @@ class SnipRun:
         with _between_steps(call.step, "start"):
             controller = self._controller or self._build(call)
 
-        def probe(clip: float) -> ProbeResult | Unmeasured:
+        def probe(clip: float) -> ProbeResult:
             assert self._probes is not None
             if not torch.cuda.is_available():
                 say(f"step {call.step}: an update begins with a probe, which takes a while on a CPU")
             return self._probes.measure(self._step_without_graphs(call), clip, controller.state.sequences)
 
-        def measure(maps: Sequence[PrecisionMap]) -> list[Rise] | Unmeasured:
+        def measure(maps: Sequence[PrecisionMap]) -> list[Rise]:
             assert self._probes is not None
             return self._probes.measure_maps(self._step_without_graphs(call), maps, controller.state.sequences)
 

@@ -28,7 +28,7 @@ from snip_megatron.runtime.agreement import Terms, configuration_table, of_group
 from snip_megatron.runtime.config import SnipConfig, dominated, resolve
 from snip_megatron.runtime.controller import Controller, OnAdopt
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.host import ProbeResult, Unmeasured
+from snip_megatron.runtime.host import ProbeResult
 from snip_megatron.runtime.probe import ProbeRunner
 from snip_megatron.runtime.rise import Rise
 from snip_megatron.runtime.run_directory import RunDirectory
@@ -165,14 +165,13 @@ class PlainSnip:
         loss does not run each of them once.
         """
 
-        def probe(clip: float) -> ProbeResult | Unmeasured:
+        def probe(clip: float) -> ProbeResult:
             assert self._probes is not None
             result = self._probes.measure(self._step(step, loss), clip)
-            if isinstance(result, ProbeResult):
-                self.table = result.table
+            self.table = result.table
             return result
 
-        def measure(maps: Sequence[PrecisionMap]) -> list[Rise] | Unmeasured:
+        def measure(maps: Sequence[PrecisionMap]) -> list[Rise]:
             assert self._probes is not None
             return self._probes.measure_maps(self._step(step, loss), maps)
 

@@ -4,6 +4,7 @@ Every rank calls :meth:`Controller.before_step` and :meth:`Controller.after_step
 only on the step number and on data that all ranks share, so that all ranks enter the same collectives.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from snip_megatron.runtime.exchange import (
     is_true_on_any,
 )
 from snip_megatron.runtime.guard import Alarm, Guard, GuardState
-from snip_megatron.runtime.host import ProbeResult, Sink, Unmeasured
+from snip_megatron.runtime.host import ProbeResult, Sink
 from snip_megatron.runtime.rise import Comparison, Rise, bound_of
 from snip_megatron.runtime.solving import Candidate
 from snip_megatron.runtime.state import ControllerState, Goal, Pending, ScheduleState, Timeline
@@ -35,8 +36,14 @@ from snip_megatron.runtime.warmup import WarmUp
 from snip_megatron.sensitivity.policies import in_nats
 from snip_megatron.sensitivity.table import StatisticsTable
 
-Measure = Callable[[Sequence[PrecisionMap]], list[Rise] | Unmeasured]
-"""Returns the rise of the loss under each map on a step's tokens, or why all ranks drop the update. Collective."""
+Probe = Callable[[float], ProbeResult]
+"""Runs the probes of a step. Its argument is the factor by which clipping scaled the last gradient. Collective."""
+
+Measure = Callable[[Sequence[PrecisionMap]], list[Rise]]
+"""Returns the rise of the loss under each map on a step's tokens. Collective.
+
+This and :data:`Probe` raise UpdateDroppedError on all ranks if one has failed.
+"""
 
 Diagnose = Callable[[Alarm, PrecisionMap], Mapping[str, Any]]
 """Returns the fields of an event about what is to blame for an alarm under a map. Collective."""
@@ -92,15 +99,14 @@ class Controller:
     def before_step(
         self,
         step: int,
-        probe: Callable[[float], ProbeResult | Unmeasured],
+        probe: Probe,
         measure: Measure | None = None,
         diagnose: Diagnose | None = None,
     ) -> None:
         """Run everything that precedes the 0-based ``train_step(step)``: adoptions and an update that are due.
 
-        ``probe`` runs the probes of this step. Its argument is the factor by which clipping scaled the last gradient.
-        ``measure`` measures maps at this step. If it is None, they are adopted on their predictions. ``diagnose`` finds
-        out what is to blame before the guard takes a map back.
+        Without ``measure``, maps are adopted on their predictions. ``diagnose`` finds out what is to blame before the
+        guard takes a map back.
         """
         self.sink.begin_step(step)
         if not self._started:
@@ -113,7 +119,7 @@ class Controller:
         self._take_back(step, diagnose)
         pending = self.state.pending
         if pending is not None and step >= pending.due:
-            self._decide(step, pending, measure)
+            self._decide_or_drop(step, pending, measure)
         if self._schedule.begins_phase(step):
             self._next_phase(step, measure)
         self._start_update_if_due(range(self._next_step, step + 1), probe)
@@ -122,7 +128,7 @@ class Controller:
     def decide_now(self, step: int, measure: Measure | None = None) -> None:
         """Adopt the map of the update that was submitted before ``step`` now, without a lag, if rank 0 has it."""
         if self.state.pending is not None:
-            self._decide(step, self.state.pending, measure)
+            self._decide_or_drop(step, self.state.pending, measure)
             self.registry.start_step(step)
 
     def after_step(self, step: int, loss: torch.Tensor | None, grad_norm: float | None) -> None:
@@ -262,13 +268,15 @@ class Controller:
     def _next_phase(self, step: int, measure: Measure | None = None) -> None:
         """Adopt the map of the phase that begins before ``step``. Its rise is recorded, and decides nothing."""
         started = time.perf_counter()
-        new, rise = self._channel.agree(self._schedule.enter_phase(step)), None
+        new, figures = self._channel.agree(self._schedule.enter_phase(step)), dict[str, Any]()
         self._event(step, "phase", **self._schedule.figures(step))
         if measure is not None and self._changed(new):
             predicted = in_nats(self.config.policy, self.config.q) and self.config.estimator == "fisher"
-            rise = self._compare(step, [Candidate(new, self.config.policy, new.loss if predicted else None)], measure)
+            candidate = Candidate(new, self.config.policy, new.loss if predicted else None)
+            with contextlib.suppress(UpdateDroppedError):
+                figures = self._compare(step, [candidate], measure).fields(0)
             started = time.perf_counter()
-        self._adopt(step, new, started, rise.fields(0) if isinstance(rise, Comparison) else {})
+        self._adopt(step, new, started, figures)
         self._guard.adopted(step)
 
     def _take_plan(self, step: int, plan: PrecisionPlan) -> None:
@@ -276,6 +284,13 @@ class Controller:
         if self.coordinator is not None and self.state.plan is not None:
             self.coordinator.record_plan(step, self.state.plan)
         self._event(step, "plan", **self._schedule.figures(step))
+
+    def _decide_or_drop(self, step: int, pending: Pending, measure: Measure | None) -> None:
+        started = time.perf_counter()
+        try:
+            self._decide(step, pending, measure)
+        except UpdateDroppedError as dropped:
+            self._drop_update(step, dropped, wait_s=_since(started))
 
     def _decide(self, step: int, pending: Pending, measure: Measure | None) -> None:
         """Adopt a map of the pending update if rank 0 has it. Otherwise postpone the decision by another lag.
@@ -322,14 +337,11 @@ class Controller:
     ) -> Comparison | None:
         """Measure the candidates of an update. Returns their comparison if the best of them is to be adopted.
 
-        Otherwise the update is dropped, or it is submitted again with corrected predictions. Then the second solution
-        is adopted, or the map that was rejected before, whichever is better as measured.
+        Otherwise the update is submitted again with corrected predictions. Then the second solution is adopted, or the
+        map that was rejected before, whichever is better as measured.
         """
-        started, rejected = time.perf_counter(), pending.rejected
+        rejected = pending.rejected
         comparison = self._compare(step, [*candidates, *([] if rejected is None else [rejected])], measure)
-        if isinstance(comparison, Unmeasured):
-            self._drop_update(step, comparison, wait_s=_since(started))
-            return None
         best, before = comparison.best, self.state.correction
         self.state.correction = comparison.corrected(before)
         if rejected is not None or not comparison.breaks_bound(best) or self.state.correction <= before:
@@ -341,15 +353,13 @@ class Controller:
         version = self.state.version + 1
         second = replace(pending, due=step + self.config.lag, version=version, rejected=comparison.candidates[best])
         self._event(step, "rejected", version=pending.version, again=version, correction=self.state.correction)
-        self._send(step, second)
+        self._send(second)
         return None
 
-    def _compare(self, step: int, candidates: Sequence[Candidate], measure: Measure) -> Comparison | Unmeasured:
+    def _compare(self, step: int, candidates: Sequence[Candidate], measure: Measure) -> Comparison:
         """Measure the rise of the loss under each candidate, and record it. Collective."""
         started = time.perf_counter()
         rises = measure([each.precision_map for each in candidates])
-        if isinstance(rises, Unmeasured):
-            return rises
         comparison = Comparison(candidates, rises, self._bound)
         best, every = comparison.best, [comparison.fields(i) for i in range(len(rises))]
         version, bound = candidates[best].precision_map.version, {} if self._bound is None else {"bound": self._bound}
@@ -434,7 +444,7 @@ class Controller:
                 print(f"snip: step {step}: {failure}; training goes on, and no more is said of it", flush=True)
             self._user_failed = True
 
-    def _start_update_if_due(self, steps: range, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
+    def _start_update_if_due(self, steps: range, probe: Probe) -> None:
         """Start an update if one is due. Without kernels it is postponed by a lag.
 
         The last of ``steps`` is the next one. Training has left out those before it, and an update that was due before
@@ -451,7 +461,7 @@ class Controller:
             state.postponed = step + self.config.lag
             self._event(step, "postpone", reason="kernels are being compiled", until=state.postponed)
 
-    def _start_update(self, step: int, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
+    def _start_update(self, step: int, probe: Probe) -> None:
         """Measure the statistics, and submit them. If a part fails on a rank, all ranks drop the update."""
         if self.state.pending is not None:
             self._event(step, "skipped", reason="the previous update is still undecided")
@@ -464,21 +474,23 @@ class Controller:
             return
         phases = self._schedule.request(step, due, self.registry.current)
         started = time.perf_counter()
-        result = probe(self._clip_factor())
-        seconds = _since(started)
-        unmeasured = result if isinstance(result, Unmeasured) else _unusable(result.table)
-        if unmeasured is not None:
-            self._drop_update(step, unmeasured, wait_s=seconds)
+        try:
+            result = probe(self._clip_factor())
+            _check_usable(result.table)
+        except UpdateDroppedError as dropped:
+            self._drop_update(step, dropped, wait_s=_since(started))
             return
-        assert isinstance(result, ProbeResult)
+        seconds = _since(started)
         self.state.sequences = result.sequences
         self.sink.statistics(step, result.table, self.config)
         for kind, fields in result.events():
             self._event(step, kind, **fields)
         pending = Pending(step, due, self.state.version + 1, result.table, phases)
         first = not self.state.version
-        recorded = self._send(step, pending)
-        if recorded is None:
+        try:
+            recorded = self._send(pending)
+        except UpdateDroppedError as dropped:
+            self._drop_update(step, dropped, wait_s=0.0)
             return
         if first and (unreached := _unreached(result.table)):
             self._say(
@@ -491,16 +503,15 @@ class Controller:
         submitted |= {"version": pending.version, "table_bytes": sum(a.nbytes for a in result.table.arrays.values())}
         self._event(step, "submit", **submitted, wait_s=round(_since(started) - recorded, 6), update_seconds=seconds)
 
-    def _send(self, step: int, pending: Pending) -> float | None:
-        """Make ``pending`` the pending update. Returns the seconds of :meth:`_submit`. None if it is dropped."""
+    def _send(self, pending: Pending) -> float:
+        """Submit an update, and make it the pending one. Returns the seconds of :meth:`_submit`. Collective.
+
+        Raises UpdateDroppedError on all ranks if rank 0 cannot submit it.
+        """
         if self.state.correction != 1.0:
             meta = {**pending.table.meta, "correction": self.state.correction}
             pending.table = replace(pending.table, meta=meta)
-        try:
-            recorded = Transaction(self.device).together("submission", self._submit, pending)
-        except UpdateDroppedError as dropped:
-            self._drop_update(step, Unmeasured(str(dropped.failure), dropped.failure.fields), wait_s=0.0)
-            return None
+        recorded = Transaction(self.device).together("submission", self._submit, pending)
         self.state.version, self.state.pending = pending.version, pending
         return recorded
 
@@ -510,7 +521,7 @@ class Controller:
             return 0.0
         return self.coordinator.submit(pending.step, pending.table, pending.version, pending.phases)
 
-    def _drop_update(self, step: int, unmeasured: Unmeasured, wait_s: float) -> None:
+    def _drop_update(self, step: int, dropped: UpdateDroppedError, wait_s: float) -> None:
         """Drop an update on all ranks, and set the step of the next try. Rank 0 prints the reason.
 
         The next try is after a lag. From the third failure in a row on, the time to the next try doubles, up to 16
@@ -520,11 +531,11 @@ class Controller:
         state.failures += 1
         wait = self.config.lag * 2 ** max(0, state.failures - _PATIENCE + 1)
         state.postponed = step + min(wait, max(self.config.lag, _LONGEST * self.config.update_interval))
-        if unmeasured.sequences is not None:
-            state.sequences = unmeasured.sequences
-        fields = {"reason": unmeasured.reason, **unmeasured.fields, "until": state.postponed, "wait_s": wait_s}
+        if dropped.sequences is not None:
+            state.sequences = dropped.sequences
+        fields = {"reason": dropped.reason, **dropped.fields, "until": state.postponed, "wait_s": wait_s}
         self._event(step, "dropped", **fields)
-        self._say(f"the update of step {step} is dropped: {unmeasured.reason}; the next try is before step"
+        self._say(f"the update of step {step} is dropped: {dropped.reason}; the next try is before step"
                   f" {state.postponed}")  # fmt: skip
         if state.failures == _PATIENCE:
             self._say(
@@ -572,14 +583,13 @@ def _unreached(table: StatisticsTable) -> list[str]:
     return [row.name for row, gradient in zip(table.linears, table.linear["g2"], strict=True) if not gradient]
 
 
-def _unusable(table: StatisticsTable) -> Unmeasured | None:
-    """Return why a table allows no choice of a map. None if it allows one. Equal on all ranks, as the table is."""
+def _check_usable(table: StatisticsTable) -> None:
+    """Raise UpdateDroppedError if a table, which is equal on all ranks, allows no choice of a map."""
     broken = table.non_finite()
     if broken:
-        return Unmeasured(f"not finite: {broken[0]}", {"columns": len(broken)})
+        raise UpdateDroppedError(f"not finite: {broken[0]}", {"columns": len(broken)})
     if len(_unreached(table)) == len(table.linears):  # every option would score zero
-        return Unmeasured("no gradient: the loss leaves out all tokens of the probe")
-    return None
+        raise UpdateDroppedError("no gradient: the loss leaves out all tokens of the probe")
 
 
 def _since(started: float) -> float:

@@ -250,12 +250,18 @@ class Failure(NamedTuple):
         return f"rank {self.rank} on {self.host}, {self.part}: {self.error}: {self.message}"
 
 
+@dataclass(eq=False)
 class UpdateDroppedError(Exception):
-    """All ranks drop an update, because of a failure on one of them. ``everywhere``: by a SnipError on each of them."""
+    """All ranks drop an update. Equal on all ranks."""
 
-    def __init__(self, failure: Failure, *, everywhere: bool) -> None:
-        super().__init__(str(failure))
-        self.failure, self.everywhere = failure, everywhere
+    reason: str  # the reason in one line
+    fields: Mapping[str, Any] = field(default_factory=dict)  # fields of the event
+    # sequences of a microbatch that the next update takes at most. None if as many as this one
+    sequences: int | None = None
+
+
+class UnsupportedError(SnipError):
+    """Each rank has raised a SnipError in an update: the model or the loop is not one that SNIP measures."""
 
 
 class UpdateBrokenError(SnipError):
@@ -307,7 +313,7 @@ class Transaction:
     def together[**P, T](self, part: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the result of ``work`` if all ranks have one. Collective.
 
-        Raises UpdateDroppedError on all ranks if a rank has failed, in ``work`` or before.
+        Raises as :meth:`vote` if a rank has failed, in ``work`` or before.
         """
         self.part = part
         result = self.attempt(work, *args, **kwargs)
@@ -315,7 +321,7 @@ class Transaction:
         return result  # type: ignore[return-value]
 
     def vote(self) -> None:
-        """Raise UpdateDroppedError on all ranks if a rank has failed. Collective."""
+        """Raise UpdateDroppedError on all ranks if a rank has failed, or UnsupportedError. Collective."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         failure = self._failure
         self._votes[0] = ranks if failure is None else failure.rank
@@ -327,4 +333,11 @@ class Transaction:
         if dist.is_initialized():
             dist.broadcast_object_list(failures, src=first, device=self._votes.device)
         assert failures[0] is not None
-        raise UpdateDroppedError(failures[0], everywhere=bool(everywhere))
+        if everywhere:
+            raise UnsupportedError(failures[0].message)
+        raise self.dropped(failures[0])
+
+    def dropped(self, failure: Failure) -> UpdateDroppedError:
+        """Return what all ranks raise for a failure on one of them. If memory was short, the next pass is smaller."""
+        fewer = max(1, self.sequences // 2) if failure.out_of_memory and self.sequences else None
+        return UpdateDroppedError(str(failure), failure.fields, fewer)

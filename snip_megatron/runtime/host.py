@@ -4,9 +4,9 @@ A :class:`Host` holds for the whole run, and a :class:`HostStep` for one trainin
 the controller, probes, kernels and loggers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -140,25 +140,17 @@ class ProbeResult:
     table: StatisticsTable  # the statistics, equal on all ranks
     seconds: dict[str, float]  # kind of pass, or ``reduction`` → its seconds on this rank
     scale: StepScale  # scales of the gradient, and the tokens of the probe over all ranks
-    passes: dict[str, int]  # kind of pass → microbatches on each rank
+    microbatches: int  # microbatches of each pass on each rank
     sequences: int = 1  # sequences of each microbatch that the passes took
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the kind and the fields of one event for each pass."""
         for kind, seconds in self.seconds.items():
-            passes = {"passes": self.passes[kind]} if kind in self.passes else {}
-            fields = {"kind": kind, "seconds": seconds, "tokens": self.scale.tokens, **passes, "wait_s": seconds}
-            yield "collect" if kind == "reduction" else "probe", fields
-
-
-@dataclass(frozen=True)
-class Unmeasured:
-    """Why all ranks drop an update. Equal on all ranks."""
-
-    reason: str  # the reason in one line
-    fields: Mapping[str, Any] = field(default_factory=dict)  # fields of the event
-    # sequences of a microbatch that the next update takes at most. None if as many as this one
-    sequences: int | None = None
+            fields = {"kind": kind, "seconds": seconds, "tokens": self.scale.tokens, "wait_s": seconds}
+            if kind == "reduction":
+                yield "collect", fields
+            else:
+                yield "probe", fields | {"passes": self.microbatches}
 
 
 class Sink(Protocol):

@@ -21,8 +21,8 @@ An exception in the model's own forward or backward is one of these where no ran
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -34,8 +34,14 @@ from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime import probe_memory as memory
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.exchange import Failure, Transaction, UpdateBrokenError, UpdateDroppedError
-from snip_megatron.runtime.host import Host, HostStep, LocalSink, ProbeResult, Unmeasured
+from snip_megatron.runtime.exchange import (
+    Failure,
+    Transaction,
+    UnsupportedError,
+    UpdateBrokenError,
+    UpdateDroppedError,
+)
+from snip_megatron.runtime.host import Host, HostStep, LocalSink, ProbeResult
 from snip_megatron.runtime.residual_stream import ResidualStream
 from snip_megatron.runtime.rise import Rise, enough_sequences, measure_rises
 from snip_megatron.sensitivity.recorder import LinearRecorder, Pass, attached
@@ -87,8 +93,8 @@ class ProbeRunner:
             for weight in weights:
                 step.update_of(weight)
 
-    def measure(self, step: HostStep, clip: float, most: int | None = None) -> ProbeResult | Unmeasured:
-        """Measure the statistics of an update, or return why all ranks drop it. Collective.
+    def measure(self, step: HostStep, clip: float, most: int | None = None) -> ProbeResult:
+        """Measure the statistics of an update. Collective.
 
         Random states, gradients, routers and data order are restored in either case.
 
@@ -98,23 +104,16 @@ class ProbeRunner:
             most: Maximum number of sequences of a microbatch. None if the latest update sets none.
 
         Raises:
-            SnipError: On all ranks, if the model or the loop is not one that SNIP measures.
+            UpdateDroppedError: On all ranks, if a part failed on a rank.
+            UnsupportedError: On all ranks, if the model or the loop is not one that SNIP measures.
             UpdateBrokenError: On one rank, if it failed where others wait for it.
         """
+        with self._transaction(step) as update:
+            update.sequences = self.fit(step, most, update)
+            return self.run(step, clip, update.sequences, update)
 
-        def work(update: Transaction) -> ProbeResult | Unmeasured:
-            fitting = self.fit(step, most, update)
-            if isinstance(fitting, Unmeasured):
-                return fitting
-            update.sequences = fitting
-            return self.run(step, clip, fitting, update)
-
-        return self._transact(step, work)
-
-    def measure_maps(
-        self, step: HostStep, maps: Sequence[PrecisionMap], most: int | None = None
-    ) -> list[Rise] | Unmeasured:
-        """Measure how much each map raises the loss, or return why all ranks drop the update. Collective.
+    def measure_maps(self, step: HostStep, maps: Sequence[PrecisionMap], most: int | None = None) -> list[Rise]:
+        """Measure how much each map raises the loss. Collective.
 
         ``step`` is the one before which a map is adopted, and ``most`` the sequences of a microbatch that the update's
         probes took. A forward without gradients takes less memory than their passes. What is restored and raised is as
@@ -122,39 +121,32 @@ class ProbeRunner:
         """
         sequences = step.sequences if most is None else min(most, step.sequences)
         sequences = enough_sequences(sequences, (self.host.tokens or 0) // step.sequences)
-
-        def work(update: Transaction) -> list[Rise] | Unmeasured:
+        with self._transaction(step) as update:
             update.sequences = sequences
             return measure_rises(maps, self.host, self.registry, step, self._microbatches(step), sequences, update)
 
-        return self._transact(step, work)
-
-    def _transact[T](self, step: HostStep, work: Callable[[Transaction], T | Unmeasured]) -> T | Unmeasured:
-        """Return the result of ``work`` in a transaction, or why all ranks drop the update. Collective."""
+    @contextmanager
+    def _transaction(self, step: HostStep) -> Iterator[Transaction]:
+        """Yield an update. Errors outside of its votes become UpdateBrokenError, or on one rank UpdateDroppedError."""
         update = Transaction(self.host.device)
         try:
-            return work(update)
-        except UpdateDroppedError as dropped:
-            failure = dropped.failure
-            if dropped.everywhere:
-                raise SnipError(failure.message) from None
+            yield update
+        except (UpdateDroppedError, UnsupportedError):
+            raise
         except Exception as error:
             failure = Failure.of(update.part, error)
             if group_size(None) > 1:
                 raise UpdateBrokenError(step.step, failure, error) from error
-        fewer = max(1, update.sequences // 2) if failure.out_of_memory and update.sequences else None
-        return Unmeasured(str(failure), failure.fields, fewer)
+            raise update.dropped(failure) from None
 
-    def fit(self, step: HostStep, most: int | None, update: Transaction) -> int | Unmeasured:
+    def fit(self, step: HostStep, most: int | None, update: Transaction) -> int:
         """Return how many sequences of a microbatch the passes of this update run, equal on all ranks. Collective.
 
         They are the most that fit into the memory of all ranks, and at most ``most``, so that a resumed run takes as
-        many. If one rank has no memory for one sequence, the result says so.
+        many. Raises UpdateDroppedError on all ranks if one has no memory for one sequence.
         """
         sequences, fit = update.together("memory", self.check_memory, step)
         part = 1.0 if fit is None else memory.fitting_on_all(fit, self.host.device)
-        if isinstance(part, Unmeasured):
-            return part
         fitting = round(part * sequences)
         return fitting if most is None else min(most, fitting)
 
@@ -226,8 +218,7 @@ class Passes:
         finished = table.to_table(
             step=step.step, tokens=tokens, tokens_per_step=self._scale.tokens_per_step, meta={"clip": clip, **seconds}
         )
-        passes = {kind: self.microbatches for kind in seconds if kind != "reduction"}
-        return ProbeResult(finished, seconds, self._scale, passes, self.sequences)
+        return ProbeResult(finished, seconds, self._scale, self.microbatches, self.sequences)
 
     def prepare(self, stack: ExitStack) -> None:
         """Attach recorders to linears and residual streams until ``stack`` is closed, which restores the step."""

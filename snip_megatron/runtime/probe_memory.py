@@ -13,8 +13,8 @@ import torch
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.runtime.exchange import all_reduced, rank
-from snip_megatron.runtime.host import Host, Unmeasured
+from snip_megatron.runtime.exchange import UpdateDroppedError, all_reduced, rank
+from snip_megatron.runtime.host import Host
 from snip_megatron.sensitivity.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.sensitivity.reduction import group_size
 
@@ -165,10 +165,10 @@ def fitting(sequences: int, needed: Callable[[float], Need], free: FreeMemory) -
     return Fit(smallest, largest, needed(1.0).total, needed(smallest).total, available(smallest))
 
 
-def fitting_on_all(fit: Fit, device: torch.device) -> float | Unmeasured:
-    """Return the largest part of a microbatch that fits on all ranks, or why none does. Collective.
+def fitting_on_all(fit: Fit, device: torch.device) -> float:
+    """Return the largest part of a microbatch that fits on all ranks. Collective on ``device``.
 
-    ``device`` is the device of the collective.
+    Raises UpdateDroppedError on all ranks if none fits on one of them.
     """
     rows = torch.zeros(group_size(None), len(fit), dtype=torch.float64, device=device)
     rows[rank()] = torch.tensor(fit, dtype=torch.float64)
@@ -181,4 +181,4 @@ def fitting_on_all(fit: Fit, device: torch.device) -> float | Unmeasured:
     tightest = int((least - free).argmax())
     need, has = float(least[tightest]), float(free[tightest])
     reason = f"not enough memory: rank {tightest} has {has / _GIB:.2f} GiB free, a probe may take {need / _GIB:.2f} GiB"
-    return Unmeasured(reason, {"rank": tightest, "needed_bytes": need, "free_bytes": has})
+    raise UpdateDroppedError(reason, {"rank": tightest, "needed_bytes": need, "free_bytes": has})

@@ -18,8 +18,8 @@ from snip_megatron.layers.context import Override
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import Format, Formats, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.exchange import Transaction, all_reduced
-from snip_megatron.runtime.host import Host, HostStep, Unmeasured
+from snip_megatron.runtime.exchange import Transaction, UpdateDroppedError, all_reduced
+from snip_megatron.runtime.host import Host, HostStep
 from snip_megatron.runtime.solving import Candidate
 from snip_megatron.sensitivity.policies import in_nats
 
@@ -127,15 +127,14 @@ def measure_rises(
     microbatches: int,
     sequences: int,
     update: Transaction,
-) -> list[Rise] | Unmeasured:
-    """Run the forwards on the first microbatches of ``step``. Collective.
-
-    Returns the rise of each map, or why there is none: the loss leaves out all tokens, or is not finite at one.
+) -> list[Rise]:
+    """Return the rise of each map, from forwards on the first microbatches of ``step``. Collective.
 
     Maps with the same formats of fprop share one forward. Linears multiply as in probes: outside of CUDA graphs, with
     quantised weights that are dropped afterwards.
 
-    Raises UpdateDroppedError on all ranks if a forward fails on a rank.
+    Raises UpdateDroppedError on all ranks if a forward fails on a rank, or if the loss leaves out all tokens or is not
+    finite at one.
     """
     context = registry.context
     sums = torch.zeros(1 + 2 * len(maps), dtype=torch.float64, device=host.device)
@@ -178,5 +177,5 @@ def measure_rises(
     tokens, *of_maps = all_reduced(sums).tolist()
     if not tokens or not all(map(math.isfinite, of_maps)):
         what = "the loss under a map is not finite" if tokens else "the loss leaves out all tokens"
-        return Unmeasured(f"rise: {what}", {"part": "rise"})
+        raise UpdateDroppedError(f"rise: {what}", {"part": "rise"})
     return [Rise.of(tokens, *of_maps[2 * i : 2 * i + 2]) for i in range(len(maps))]

@@ -41,7 +41,7 @@ def table(step: int) -> StatisticsTable:
 
 def measured(table: StatisticsTable) -> ProbeResult:
     seconds = {"statistics": 0.1, "reduction": 0.2}
-    return ProbeResult(table, seconds, StepScale(1.0, 1.0, 8, 8), {"statistics": 1})
+    return ProbeResult(table, seconds, StepScale(1.0, 1.0, 8, 8), 1)
 
 
 @dataclass

@@ -7,7 +7,8 @@ import torch
 from scripted_controller import LATE, NAMES, Run, Script, SlowKernels, a_map, measured, ready, table
 
 from snip_megatron.precision import Format
-from snip_megatron.runtime.host import ProbeResult, Unmeasured
+from snip_megatron.runtime.exchange import UpdateDroppedError
+from snip_megatron.runtime.host import ProbeResult
 from snip_megatron.runtime.state import ControllerState
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -74,10 +75,10 @@ def test_a_dropped_update_is_tried_again_after_a_lag_and_after_three_ever_later(
         run = Run(Script({1: [ready(1)], 2: [ready(2)]}), restored)
         for step in range(start, end):
 
-            def probe(clip: float, step: int = step) -> ProbeResult | Unmeasured:
+            def probe(clip: float, step: int = step) -> ProbeResult:
                 tries.append(step)
                 if step == 2:
-                    return Unmeasured("rank 1 on there, statistics: OutOfMemoryError: none left", sequences=2)
+                    raise UpdateDroppedError("rank 1 on there, statistics: OutOfMemoryError: none left", sequences=2)
                 return measured(replace(broken if step < 34 else table(step), step=step))
 
             run.controller.before_step(step, probe)
@@ -94,7 +95,11 @@ def test_a_dropped_update_is_tried_again_after_a_lag_and_after_three_ever_later(
 
 def test_the_time_between_tries_has_a_bound() -> None:
     run = Run(Script(), ControllerState(failures=60))
-    run.controller.before_step(2, lambda clip: Unmeasured("no memory"))
+
+    def probe(clip: float) -> ProbeResult:
+        raise UpdateDroppedError("no memory")
+
+    run.controller.before_step(2, probe)
     assert run.controller.state.postponed == 2 + 16 * run.controller.config.update_interval
 
 

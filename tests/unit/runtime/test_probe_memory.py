@@ -14,7 +14,8 @@ from snip_megatron.planner.memory import stage_memory
 from snip_megatron.planner.models import Llama
 from snip_megatron.precision import DENSE_LAYER, Format, LinearId, LinearRow
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.host import Host, Unmeasured
+from snip_megatron.runtime.exchange import UpdateDroppedError
+from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.probe_memory import (
     FreeMemory,
     Need,
@@ -110,7 +111,7 @@ def test_only_segments_and_pages_that_nothing_uses_are_whole() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_too_little_for_one_sequence_is_said_in_words_and_figures() -> None:
     fit = fitting(4, lambda part: Need(12 * 2.0**30 * part, 0.0), FreeMemory(2.0**29, 0.0, 0.0))
-    assert fitting_on_all(fit, CPU) == Unmeasured(
-        "not enough memory: rank 0 has 0.50 GiB free, a probe may take 3.00 GiB",
-        {"rank": 0, "needed_bytes": 3 * 2.0**30, "free_bytes": 2.0**29},
-    )
+    with pytest.raises(UpdateDroppedError) as dropped:
+        fitting_on_all(fit, CPU)
+    assert dropped.value.reason == "not enough memory: rank 0 has 0.50 GiB free, a probe may take 3.00 GiB"
+    assert dropped.value.fields == {"rank": 0, "needed_bytes": 3 * 2.0**30, "free_bytes": 2.0**29}
