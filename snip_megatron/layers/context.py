@@ -68,8 +68,8 @@ class Override:
 
     formats: Formats = ALL_BF16  # formats of (fprop, dgrad, wgrad)
     # index of the microbatch in the step. It enters the keys of stochastic rounding, so that a repeated microbatch
-    # rounds as it did before
-    microbatch: int = 0
+    # rounds as it did before. None: that of the backward that runs
+    microbatch: int | None = None
     # the GEMM whose result is changed by less than a rounding step of the training dtype, which measures the effect of
     # rounding alone. None if no GEMM is changed. See :func:`snip_megatron.layers.autograd.perturbed`
     perturb: Gemm | None = None

@@ -36,7 +36,7 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.blame import write_blame_page
 from snip_megatron.runtime import gemm_check
 from snip_megatron.runtime.agreement import on_rank_zero
-from snip_megatron.runtime.blame import Place, blame_step
+from snip_megatron.runtime.blame import blame_step
 from snip_megatron.runtime.blame_passes import Job
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exact_products import RecipeNumerics
@@ -126,7 +126,7 @@ def run_blame(
             )
         step = step_of(dataclasses.replace(call, step=iteration - 1))
         step.first = skipped * call.num_microbatches
-        blame = _verdict(job, host, registry, step, Place(iteration, checkpoint, folder, weights))
+        blame = _verdict(job, host, registry, step, job.unfinished(iteration, checkpoint, weights), folder)
         on_rank_zero(lambda blame=blame: publish(remedies.write(blame, job.formats, folder), folder))  # type: ignore[misc]
     if dist.is_initialized():
         dist.barrier()
@@ -177,21 +177,19 @@ def guard_blame(
         compat.repeated(call.data_iterator, range(count))  # raises SnipError at the end of the data
         return call
 
-    candidates: list[Callable[[], StepCall]] = [
-        lambda: dataclasses.replace(
-            call, step=alarm.step, num_microbatches=count,
-            data_iterator=compat.past_microbatches(call.data_iterator, alarm.step, count),
-        ),
-        next_microbatches,
-    ]  # fmt: skip
-    readable = next((each for each in map(functools.partial(_on_all_ranks, host), candidates) if each), None)
+    def past_microbatches() -> StepCall:
+        microbatches = compat.past_microbatches(call.data_iterator, alarm.step, count)
+        return dataclasses.replace(call, step=alarm.step, num_microbatches=count, data_iterator=microbatches)
+
+    readable = _on_all_ranks(host, past_microbatches) or _on_all_ranks(host, next_microbatches)
     if readable is None:
         return {"verdict": UNFINISHED, "why": "no microbatches are left", "culprit": "", "seconds": 0.0}
     root = run_folder(config, args) or Path(tempfile.gettempdir())
     weights = Weights(call.step, weights_digest(call.model))
     limits = {"seconds": config.guard_blame_seconds, "microbatches": count}
-    place = Place(readable.step + 1, None, root, weights)
-    blame = _verdict(snip_job(failed, registry), host, registry, step_of(readable), place, **limits)
+    job = snip_job(failed, registry)
+    blame = job.unfinished(readable.step + 1, None, weights)
+    blame = _verdict(job, host, registry, step_of(readable), blame, root, **limits)
     remedies = RemedyWriter(config, args, registry.rows)
     on_rank_zero(lambda: publish(remedies.write(blame, failed, root), root))
     culprit = next(iter(blame.culprits), None) or blame.bug
@@ -219,7 +217,9 @@ def broken_weights(model: Sequence[torch.nn.Module]) -> str | None:
     return next((name for name in names if name is not None), None)
 
 
-def _verdict(job: Job, host: Host, registry: LinearRegistry, step: MegatronStep, place: Place, **limits: Any) -> Blame:
+def _verdict(
+    job: Job, host: Host, registry: LinearRegistry, step: MegatronStep, blame: Blame, folder: Path, **limits: Any
+) -> Blame:
     """Return the verdict about a step, within ``limits`` of :func:`blame_step`. Collective.
 
     No verdict is possible on weights that are not finite.
@@ -227,10 +227,10 @@ def _verdict(job: Job, host: Host, registry: LinearRegistry, step: MegatronStep,
     call = step.call
     if (name := broken_weights(call.model)) is None:
         state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
-        return blame_step(job, host, registry, step, place, state, **limits)
-    assert place.weights is not None
-    reason = f"after step {place.weights.step} the weights are not finite ({name}): load a checkpoint from before"
-    return Blame(place.step, place.checkpoint, job.kind, job.description, UNFINISHED, reason, {}, weights=place.weights)
+        return blame_step(job, host, registry, step, blame, folder, state, **limits)
+    assert blame.weights is not None
+    reason = f"after step {blame.weights.step} the weights are not finite ({name}): load a checkpoint from before"
+    return dataclasses.replace(blame, reason=reason)
 
 
 def weights_digest(model: Sequence[torch.nn.Module]) -> str:

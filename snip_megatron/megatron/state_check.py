@@ -6,7 +6,6 @@ with the routers' choice.
 """
 
 import re
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,10 +20,8 @@ from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
 from snip_megatron.numerics.products.backend import matrix
 from snip_megatron.precision import Gemm
-from snip_megatron.runtime.exchange import rank
-from snip_megatron.runtime.gemm_check import KernelCheck, LocalFault, difference
+from snip_megatron.runtime.gemm_check import KernelCheck, difference
 from snip_megatron.runtime.watched import of_ranks
-from snip_megatron.sensitivity.blame import Fault
 from snip_megatron.sensitivity.reduction import ProbeGroups
 
 _CAST_BOUND = 100.0  # least signal to noise ratio in dB of a cast, which is exact
@@ -53,12 +50,6 @@ def state_checked(
         yield
 
 
-def _note(check: KernelCheck, order: Sequence[int], kind: str, linear: str, where: str, **more: Any) -> None:
-    fields: dict[str, Any] = {"gemm": None, "expert": None, "rank": rank(), "sqnr": 0.0, "bound": 0.0} | more
-    fault = Fault(kind=kind, linear=linear, host=socket.gethostname(), library="", shape=(), where=where, **fields)
-    check.note(LocalFault((*order, fault.rank), fault))
-
-
 # -- parameters --------------------------------------------------------------------------------------------------------
 def _named(model: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the parameters of this rank by their names with global numbers of layers."""
@@ -82,9 +73,9 @@ def _check_cast(optimizer: Any, name: str, parameter: torch.nn.Parameter, order:
     model_shard = parameter.detach().reshape(-1)[start:end].view(shape)
     main = main.detach().reshape(-1).to(model_shard.dtype).view(shape)
     compared = difference(main.reshape(shape[0], -1), model_shard.reshape(shape[0], -1), _CAST_BOUND)
-    if compared is not None and compared.sqnr < _CAST_BOUND:
-        figures = {"sqnr": compared.sqnr, "bound": _CAST_BOUND}
-        _note(check, (_FIRST, 0, order), "parameter", name, f"{compared.where} are not the main parameter's", **figures)
+    if compared is not None and compared.is_fault:
+        where = f"{compared.where} are not the main parameter's"
+        check.note((_FIRST, 0, order), "parameter", name, where, sqnr=compared.sqnr, bound=compared.bound)
 
 
 def _check_replicas(
@@ -105,7 +96,7 @@ def _check_replicas(
         for order, differs in enumerate(_differs(torch.stack(of_ranks(sums, group)), dist.get_rank(group))):
             if differs and is_replica[order]:
                 where = "differs from other ranks' copies"
-                _note(check, (_FIRST, 1, order), "replica", parameters[order][0], where)
+                check.note((_FIRST, 1, order), "replica", parameters[order][0], where)
 
 
 def checksum(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -170,6 +161,6 @@ def _row_hooks(layer: Any, registry: LinearRegistry, check: KernelCheck) -> list
         if len(rows) == len(expected) and rows != expected:
             first = next(i for i, (a, b) in enumerate(zip(rows, expected, strict=True)) if a != b)
             where = f"expert {local[first]} gets {rows[first]} rows, and the router chose it {expected[first]} times"
-            _note(check, (0, 0, position - 1), "experts", name, where, expert=local[first])
+            check.note((0, 0, position - 1), "experts", name, where, expert=local[first])
 
     return [layer.router.register_forward_hook(choose), layer.experts.register_forward_pre_hook(compare)]

@@ -46,13 +46,10 @@ from snip_megatron.sensitivity.blame import (
     ROUNDING,
     UNFINISHED,
     Blame,
-    Checkpoint,
     Culprit,
     Fault,
     Harm,
-    PassFigures,
     Trial,
-    Weights,
     outliers,
     smallest_set,
     worst_part,
@@ -60,16 +57,6 @@ from snip_megatron.sensitivity.blame import (
 
 SINGLES = 4
 """Number of suspects that are restored one by one."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a verdict stands: the step as the host counts it, its checkpoint, the folder of files, and the weights."""
-
-    step: int
-    checkpoint: Checkpoint | None
-    folder: Path
-    weights: Weights | None = None
 
 
 StateCheck = Callable[[KernelCheck], AbstractContextManager[None]]
@@ -84,7 +71,8 @@ def blame_step(
     host: Host,
     registry: LinearRegistry,
     step: HostStep,
-    place: Place,
+    blame: Blame,
+    folder: Path,
     state: StateCheck = lambda _: nullcontext(),
     *,
     microbatches: int | None = None,
@@ -92,6 +80,7 @@ def blame_step(
 ) -> Blame:
     """Return the verdict about ``step``. Random states, gradients and data order are restored. Collective.
 
+    ``blame`` is the verdict so far, which says of which step and weights it is. ``folder`` is that of files.
     ``microbatches`` and ``seconds`` are those of :class:`Passes`. If the time ends before a verdict is certain, the
     verdict is ``unfinished``.
     """
@@ -99,7 +88,7 @@ def blame_step(
     passes = Passes(job, host, registry, step, microbatches, seconds)
     with step.undisturbed():
         try:
-            blame = _blame(passes, place, state)
+            blame = _blame(passes, blame, folder, state)
         finally:
             registry.start_step(step.step)
     return dataclasses.replace(
@@ -110,7 +99,7 @@ def blame_step(
     )
 
 
-def _blame(passes: Passes, place: Place, state: StateCheck) -> Blame:
+def _blame(passes: Passes, blame: Blame, folder: Path, state: StateCheck) -> Blame:
     job, context = passes.job, passes.registry.context
     # The job's own kernels run first, as a training's first step does after loading.
     check = KernelCheck(job.formats_of, job.numerics, job.bound)
@@ -119,45 +108,41 @@ def _blame(passes: Passes, place: Place, state: StateCheck) -> Blame:
     with state(check), job.watch(context, timed_check):
         gradients = passes.gradients()
     results = {"kernels": PassResult(passes.losses(), gradients)}
-    if not (is_late := passes.is_late):
+    if not passes.is_late:
         with passes.forced(lambda _: ALL_BF16):
             losses = passes.losses()
             with watched(context, timed_effects):
                 results["bf16"] = PassResult(losses, passes.gradients())
-        is_late = passes.is_late
-    if not is_late:
-        with passes.forced(job.formats_of):
-            results["reference"] = PassResult(passes.losses(), passes.gradients())
-    is_late = passes.on_any_rank(is_late or timed_check.is_late or timed_effects.is_late)
+        if not passes.is_late:
+            with passes.forced(job.formats_of):
+                results["reference"] = PassResult(passes.losses(), passes.gradients())
+    is_late = passes.on_any_rank("reference" not in results or timed_check.is_late or timed_effects.is_late)
     figures = {name: passes.figures(results[name]) for name in PASSES if name in results}
     fault, is_local = first_of_ranks(check.first)
-    blame = Blame(
-        place.step, place.checkpoint, job.kind, job.description, UNFINISHED, "", figures, weights=place.weights
-    )
-    if "bf16" not in results:
-        suspects, rise = None, None
-    else:  # kernels without a fault compute what the reference does
+    blame = dataclasses.replace(blame, passes=figures)
+    if "bf16" in results:  # kernels without a fault compute what the reference does
         plain, rounded = results["bf16"], results.get("reference", results["kernels"])
         rise = passes.rise(rounded.losses, plain.losses)
-        suspects = Suspects(passes, effects.reduced(), sqnr_over_ranks(check.sqnr))
+        harms = harm_of_gemms(passes, effects.reduced(), sqnr_over_ranks(check.sqnr))
         limits = {f"error_of_{bits}_bits": limit for bits, limit in LIMIT.items()} | {"ratio": RATIO}
         measured = {"rise": rise.mean if math.isfinite(rise.mean) else 1e3, "rise_error": rise.error}
-        thresholds = measured | {"healthy_rise": rise.healthy} | limits
-        blame = dataclasses.replace(blame, harm=suspects.harm, thresholds=thresholds)
+        blame = dataclasses.replace(blame, harm=harms, thresholds=measured | {"healthy_rise": rise.healthy} | limits)
     if fault is not None:
         gemm = "" if fault.gemm is None else f":{fault.gemm}"
         reason = f"{fault.linear}{gemm} on rank {fault.rank} is not what its inputs give: {fault.where}"
-        bug = _save_inputs(fault, check.first if is_local else None, place)
+        path = folder / f"blame_{blame.step}_inputs.pt"
+        bug = _save_inputs(fault, check.first if is_local else None, path)
         return dataclasses.replace(blame, verdict=BUG, reason=reason, bug=bug)
-    if suspects is None or rise is None:
+    if "bf16" not in results:
         return dataclasses.replace(blame, reason=f"the time of {passes.seconds:g} s ended before the pass in bf16")
-    verdict, reason = _verdict(figures, rise, suspects)
+    harmed = outliers(harms)
+    verdict, reason = _verdict(blame, rise, harmed)
     if verdict == NOT_PRECISION and figures["bf16"].finite and is_late:
         verdict, reason = UNFINISHED, f"the time of {passes.seconds:g} s ended, and until then {reason}"
     blame = dataclasses.replace(blame, verdict=verdict, reason=reason)
     if verdict != ROUNDING:
         return blame
-    culprits, trials = find_culprits(passes, suspects, plain, rounded, rise)
+    culprits, trials = find_culprits(passes, harms, harmed, plain, rounded, rise)
     confirmed = [index for index, culprit in enumerate(culprits) if culprit.confirmed]
     parts = effects.parts([(culprits[index].linear, culprits[index].gemm) for index in confirmed])
     for index, errors in zip(confirmed, parts, strict=True):
@@ -166,8 +151,9 @@ def _blame(passes: Passes, place: Place, state: StateCheck) -> Blame:
     return dataclasses.replace(blame, culprits=tuple(culprits), bisection=tuple(trials))
 
 
-def _verdict(figures: Mapping[str, PassFigures], rise: RoundingRise, suspects: Suspects) -> tuple[str, str]:
-    """Return the verdict about a step whose kernels have no fault."""
+def _verdict(blame: Blame, rise: RoundingRise, harmed: Mapping[Harm, float]) -> tuple[str, str]:
+    """Return the verdict about a step whose kernels have no fault, and the reason."""
+    figures = blame.passes
     if not figures["bf16"].finite:
         return NOT_PRECISION, "the loss or the gradients are not finite in bf16 either"
     if not figures["reference" if "reference" in figures else "kernels"].finite:
@@ -176,23 +162,26 @@ def _verdict(figures: Mapping[str, PassFigures], rise: RoundingRise, suspects: S
         return ROUNDING, (
             f"rounding raises the loss by {rise.mean:.4g} nats; {rise.healthy:.2g} is healthy in these formats"
         )
-    if suspects.reason is not None:
-        return ROUNDING, suspects.reason
+    if harmed:
+        worst = max(harmed, key=lambda harm: harmed[harm])
+        return ROUNDING, (
+            f"{worst.linear}:{worst.gemm} has a relative error of {worst.error:.1%}, more than is healthy beside the"
+            " others"
+        )
+    uncompared = sorted({each.linear for each in blame.harm if each.bits < 16 and each.sqnr_of_kernel is None})
     kernels = "kernels are correct"
-    if suspects.uncompared:
-        first, count = suspects.uncompared[0], len(suspects.uncompared)
-        kernels = f"kernels are correct, but for {count} linears that were not compared ({first})"
+    if uncompared:
+        kernels += f", but for {len(uncompared)} linears that were not compared ({uncompared[0]})"
     return NOT_PRECISION, (
         f"rounding changes the loss by {rise.mean:.2g} nats, which is healthy in these formats, and {kernels}: look at"
         " the data, the learning rate and the model"
     )
 
 
-def _save_inputs(fault: Fault, local: LocalFault | None, place: Place) -> Fault:
+def _save_inputs(fault: Fault, local: LocalFault | None, path: Path) -> Fault:
     """Write the inputs of a GEMM's fault on its rank. Returns the fault with the file's name."""
     if not fault.shape:
         return fault
-    path = place.folder / f"blame_{place.step}_inputs.pt"
     if local is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: each.cpu() if isinstance(each, torch.Tensor) else each for name, each in local.tensors.items()}
@@ -201,60 +190,29 @@ def _save_inputs(fault: Fault, local: LocalFault | None, place: Place) -> Fault:
 
 
 # -- culprits ----------------------------------------------------------------------------------------------------------
-class Suspects:
-    """What the job's formats do to each GEMM of the model.
-
-    Attributes:
-        harm: Figures of all GEMMs.
-        harmed: Linear and GEMM → how far its error is above what is healthy. Empty in a healthy step.
-    """
-
-    def __init__(self, passes: Passes, effects: Mapping[Key, Effect], sqnr: Mapping[Key, float]) -> None:
-        format_of = {(name, gemm): passes.job.formats.format_of(name, Gemm(gemm)) for name, gemm in effects}
-        errors = {key: _error(effects[key]) for key, fmt in format_of.items() if fmt is not Format.BF16}
-        operands = {key: effects[key].mse / max(effects[key].count, 1.0) for key in errors}
-        self.harmed = outliers(errors, {key: format_of[key].bits for key in errors}, operands)
-        energy = {key: min(errors.get(key, 0.0), 1e3) ** 2 for key in effects}
-        total = sum(energy.values()) or 1.0
-        # The rise of the loss by the error of one fprop, to second order by the Fisher information.
-        first, second = passes.scale, 0.5 * passes.tokens * passes.scale**2
-        self.harm = tuple(
-            Harm(
-                *key, format_of[key].value, energy[key] / total, sqnr.get(key),
-                _finite(effect.mse / max(effect.count, 1.0)), _finite(effect.underflow / max(effect.count, 1.0)),
-                _finite(first * effect.loss + second * effect.fisher), min(errors.get(key, 0.0), 1e3),
-            )
-            for key, effect in effects.items()
-        )  # fmt: skip
-
-    @property
-    def uncompared(self) -> list[str]:
-        """Linears with a quantised GEMM whose kernels no rank has compared with the reference."""
-        missing = (each for each in self.harm if each.format != Format.BF16.value and each.sqnr_of_kernel is None)
-        return sorted({each.linear for each in missing})
-
-    @property
-    def reason(self) -> str | None:
-        """What is unhealthy, in words. None if nothing is."""
-        if not self.harmed:
-            return None
-        worst = max(self.harmed, key=lambda key: self.harmed[key])
-        error = next(each.error for each in self.harm if (each.linear, each.gemm) == worst)
-        return f"{worst[0]}:{worst[1]} has a relative error of {error:.1%}, more than is healthy beside the others"
-
-    def ranked(self, *, by_loss: bool) -> list[Harm]:
-        """Return the quantised GEMMs, the worst first: by their errors, or by what they add to the loss."""
-
-        def worst_first(harm: Harm) -> tuple[float, float]:
-            return -self.harmed.get((harm.linear, harm.gemm), 0.0), -(harm.loss_rise if by_loss else harm.error)
-
-        quantised = [harm for harm in self.harm if harm.format != Format.BF16.value]
-        if by_loss:  # no other GEMM changes the loss of its own step
-            quantised = [harm for harm in quantised if harm.gemm == Gemm.FPROP.value]
-        return sorted(quantised, key=worst_first)
+def harm_of_gemms(passes: Passes, effects: Mapping[Key, Effect], sqnr: Mapping[Key, float]) -> tuple[Harm, ...]:
+    """Return the figures of all GEMMs of the model. ``sqnr`` has the ratios of those that were compared."""
+    errors = {key: min(_relative_error(effect), 1e3) for key, effect in effects.items()}
+    total = sum(error**2 for error in errors.values()) or 1.0
+    # The rise of the loss by the error of one fprop, to second order by the Fisher information.
+    first, second = passes.scale, 0.5 * passes.tokens * passes.scale**2
+    return tuple(
+        Harm(
+            linear,
+            gemm,
+            format=passes.job.formats.format_of(linear, Gemm(gemm)).value,
+            share=errors[linear, gemm] ** 2 / total,
+            sqnr_of_kernel=sqnr.get((linear, gemm)),
+            operand_mse=_finite(effect.mse / max(effect.count, 1.0)),
+            underflow=_finite(effect.underflow / max(effect.count, 1.0)),
+            loss_rise=_finite(first * effect.loss + second * effect.fisher),
+            error=errors[linear, gemm],
+        )
+        for (linear, gemm), effect in effects.items()
+    )
 
 
-def _error(effect: Effect) -> float:
+def _relative_error(effect: Effect) -> float:
     if not math.isfinite(effect.error) or not math.isfinite(effect.signal):
         return math.inf
     return math.sqrt(effect.error / effect.signal) if effect.signal else 0.0
@@ -265,14 +223,25 @@ def _finite(value: float) -> float:
 
 
 def find_culprits(
-    passes: Passes, suspects: Suspects, plain: PassResult, rounded: PassResult, rise: RoundingRise
+    passes: Passes,
+    harms: Sequence[Harm],
+    harmed: Mapping[Harm, float],
+    plain: PassResult,
+    rounded: PassResult,
+    rise: RoundingRise,
 ) -> tuple[list[Culprit], list[Trial]]:
-    """Return the suspects, the worst first, and the passes that confirmed them. Collective."""
-    ranked = suspects.ranked(by_loss=not rise.is_healthy)
-    if rise.is_healthy:
-        total = sum(suspects.harmed.values()) or 1.0
-        shares = {harm: suspects.harmed.get((harm.linear, harm.gemm), 0.0) / total for harm in ranked}
-        confirmed = [harm for harm in ranked if shares[harm] > 0.0]
+    """Return the suspects, the worst first, and the passes that confirmed them. Collective.
+
+    ``harms`` has the figures of all GEMMs, and ``harmed`` the :func:`outliers` among them.
+    """
+    by_loss = not rise.is_healthy
+    # No other GEMM than fprop changes the loss of its own step.
+    ranked = [harm for harm in harms if harm.bits < 16 and (harm.gemm == Gemm.FPROP.value or not by_loss)]
+    ranked.sort(key=lambda harm: (-harmed.get(harm, 0.0), -(harm.loss_rise if by_loss else harm.error)))
+    if not by_loss:
+        total = sum(harmed.values()) or 1.0
+        shares = {harm: harmed.get(harm, 0.0) / total for harm in ranked}
+        confirmed = [harm for harm in ranked if harm in harmed]
         trials = [] if passes.is_late else [_trial_of_gradients(passes, confirmed, plain, rounded)]
     else:
         of_sets = dict[frozenset[Harm], float]()  # set of GEMMs → share of the unhealthy rise that it explains

@@ -11,14 +11,13 @@ import torch
 
 from snip_megatron.layers.context import LinearHandle, Override, StepContext
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import Formats, Gemm, PrecisionMap
 from snip_megatron.runtime.exact_products import EXACT, ExactBackend
 from snip_megatron.runtime.exchange import all_reduced, is_true_on_any
 from snip_megatron.runtime.gemm_check import BOUND
 from snip_megatron.runtime.host import Host, HostStep
 from snip_megatron.runtime.watched import Product, Watcher, watched
-from snip_megatron.sensitivity.blame import PassFigures
+from snip_megatron.sensitivity.blame import UNFINISHED, Blame, Checkpoint, PassFigures, Weights
 
 HEALTHY_RISE = {4: 0.05, 8: 0.004, 16: 0.0}
 """Bits → rise of the loss in nats that is healthy if all fprops run in such a format. A map's is the mean."""
@@ -52,6 +51,10 @@ class Job:
     def formats_of(self, handle: LinearHandle) -> Formats:
         """Return the formats of a linear."""
         return self.formats.formats_of(handle.name)
+
+    def unfinished(self, step: int, checkpoint: Checkpoint | None = None, weights: Weights | None = None) -> Blame:
+        """Return the verdict about a step before any pass."""
+        return Blame(step, checkpoint, self.kind, self.description, UNFINISHED, "", {}, weights=weights)
 
 
 class PassResult(NamedTuple):
@@ -101,15 +104,10 @@ class Passes:
     @contextmanager
     def forced(self, formats_of: Callable[[LinearHandle], Formats]) -> Iterator[None]:
         """Run linears in these formats by the reference's numerics inside this context."""
-        context, overrides = self.registry.context, dict[int, Override]()
-
-        def override(handle: LinearHandle) -> Override:
-            if id(handle) not in overrides:
-                overrides[id(handle)] = _CountedOverride(formats_of(handle), handle, self.job.numerics.of(handle))
-            return overrides[id(handle)]
-
+        context, numerics = self.registry.context, self.job.numerics
         backend = context.backend
-        context.backend, context.override = self.job.numerics, override
+        context.backend = numerics
+        context.override = lambda handle: Override(formats_of(handle), backend=numerics.of(handle))
         try:
             yield
         finally:
@@ -224,20 +222,3 @@ class TimedWatcher(Watcher):
         if group is not None and math.isfinite(self._end):
             self.is_late = is_true_on_any(self.is_late, product.weight.device, group)
         return self.is_late
-
-
-class _CountedOverride(Override):
-    """An override whose microbatch, which keys stochastic rounding, is that of the backward that runs now."""
-
-    def __init__(self, formats: Formats, handle: LinearHandle, backend: GemmBackend) -> None:
-        object.__setattr__(self, "handle", handle)
-        super().__init__(formats, backend=backend)
-
-    @property
-    def microbatch(self) -> int:
-        handle: LinearHandle = self.handle  # type: ignore[attr-defined]
-        return handle.state.backwards
-
-    @microbatch.setter
-    def microbatch(self, value: int) -> None:
-        pass

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -107,57 +106,41 @@ class RecipeNumerics(RecipeGemms, ExactBackend):
     ) -> None:
         super().__init__(recipe, scale_of)
         self._histories, self._shared, self._restart = histories, shared, restart
-        self._linears: dict[int, _LinearScales] = {}
+        # of a pass, by linear and expert: scales of operands, and numbers of forwards so far
+        self._scales: dict[tuple[int, int, str], DelayedScale] = {}
+        self._forwards: Counter[tuple[int, int]] = Counter()
 
     def of(self, handle: LinearHandle, *, after_backward: bool = False) -> ExactBackend:
         """See the base class."""
         if self._histories is None:
             return self
-        scales = self._linears.get(id(handle))
-        if scales is None:
-            scales = self._linears[id(handle)] = _LinearScales(handle, self.recipe, self._histories, self._shared)
-        return RecipeNumerics(self.recipe, scale_of=partial(scales.of, after_backward))
+        return RecipeNumerics(self.recipe, scale_of=partial(self._scale, self._histories, handle, after_backward))
 
     def start_pass(self) -> None:
         """See the base class."""
         self._restart()
-        for scales in self._linears.values():
-            scales.restart()
+        self._scales.clear()
+        self._forwards.clear()
 
     def numbers(self, operand: Any) -> Tensor:
         """See the base class."""
         return operand.dequantize() if isinstance(operand, ExactOperand) else super().numbers(operand)
 
-
-@dataclass(eq=False)
-class _LinearScales:
-    """The scales of one linear, or of all experts of a linear, in the microbatches of a pass."""
-
-    handle: LinearHandle
-    recipe: HostRecipe
-    histories: Histories
-    shared: Callable[[Tensor], Tensor]
-
-    def __post_init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        self._scales: dict[tuple[int, str], DelayedScale] = {}
-        self._forwards: Counter[int] = Counter()
-
-    def of(self, after_backward: bool, expert: int, operand: str, x: Tensor) -> Tensor:
+    def _scale(
+        self, histories: Histories, handle: LinearHandle, after_backward: bool, expert: int, operand: str, x: Tensor
+    ) -> Tensor:
         """Return a scale. A forward inside a backward is that of a recomputed microbatch, which has its scale already.
 
         A weight is quantised in the first microbatch.
         """
-        key = expert, operand
-        if key not in self._scales:
-            history, scale = self.histories(self.handle, expert, operand)
+        linear = id(handle), expert
+        if (key := (*linear, operand)) not in self._scales:
+            history, scale = histories(handle, expert, operand)
             maximum = self.recipe.element(operand).maximum * 2.0**-self.recipe.margin
-            self._scales[key] = DelayedScale(maximum, history, scale, self.recipe.most_recent, self.shared)
+            self._scales[key] = DelayedScale(maximum, history, scale, self.recipe.most_recent, self._shared)
         microbatch = 0
         if operand != "w" and torch._C._current_graph_task_id() != -1:
-            microbatch = self.handle.state.backwards - after_backward
+            microbatch = handle.state.backwards - after_backward
         elif operand != "w":
-            microbatch, self._forwards[expert] = self._forwards[expert], self._forwards[expert] + 1
+            microbatch, self._forwards[linear] = self._forwards[linear], self._forwards[linear] + 1
         return self._scales[key].of(microbatch, x)

@@ -4,11 +4,12 @@ Errors do not propagate between GEMMs here: every one is compared on the inputs 
 first GEMM that differs is where a bug is, not where its effect first shows.
 """
 
+import dataclasses
 import math
 import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,7 +54,12 @@ class Difference:
     """The worst signal to noise ratio of rows and columns in dB, and which ones are below the bound."""
 
     sqnr: float
+    bound: float
     where: str
+
+    @property
+    def is_fault(self) -> bool:
+        return self.sqnr < self.bound
 
 
 def difference(reference: Tensor, result: Tensor, bound: float, noise: float = 0.0) -> Difference | None:
@@ -75,7 +81,7 @@ def difference(reference: Tensor, result: Tensor, bound: float, noise: float = 0
         bad.append(torch.nonzero(ratios < bound).flatten().tolist())
     rows, columns = (_ranges(each, size) for each, size in zip(bad, reference.shape, strict=True))
     where = [text for text in (f"rows {rows}" if rows else "", f"columns {columns}" if columns else "") if text]
-    return Difference(worst, ", ".join(where) if where else "everywhere" if worst < bound else "")
+    return Difference(worst, bound, ", ".join(where) if where else "everywhere" if worst < bound else "")
 
 
 def _noise_of_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> float:
@@ -87,7 +93,7 @@ def _lost_part(total: Tensor, parts: Sequence[Tensor], result: Tensor, bound: fl
     """Return the index of the part that the result lacks, which is the sum of all others. None if there is none."""
     for index, part in enumerate(parts):
         without = difference(total - part, result, bound, noise)
-        if without is not None and without.sqnr >= bound:
+        if without is not None and not without.is_fault:
             return index
     return None
 
@@ -119,18 +125,7 @@ class LocalFault:
 
     order: tuple[int, ...]
     fault: Fault
-    tensors: dict[str, Any] = field(default_factory=dict)
-
-
-def _fault(
-    kind: str, handle: LinearHandle, gemm: Gemm, compared: Difference, bound: float, where: str, **details: Any
-) -> Fault:
-    """Return a fault of a linear, by default of this rank's."""
-    fields: dict[str, Any] = {"rank": rank(), "library": "", "shape": ()} | details
-    return Fault(
-        kind, handle.name, gemm.value, handle.expert, host=socket.gethostname(), where=where, sqnr=compared.sqnr,
-        bound=bound, **fields,
-    )  # fmt: skip
+    tensors: Mapping[str, Any]  # inputs and results of a GEMM. Empty for other faults
 
 
 class KernelCheck(Watcher):
@@ -173,29 +168,27 @@ class KernelCheck(Watcher):
             return
         key = handle.name, gemm
         self.sqnr[key] = min(self.sqnr.get(key, 200.0), compared.sqnr)
-        if compared.sqnr >= bound:
+        if not compared.is_fault:
             return
         lost = _lost_part(reference, product.parts, result, bound, noise)
         if lost is not None:
-            self._note_sum(handle, gemm, call, lost, compared, bound)
+            self._note_sum(handle, gemm, call, lost, compared)
             return
-        (left, left_spec, _), (right, right_spec, axis) = operands
-        shape = (*reference.shape, right.shape[axis])
-        fault = _fault("gemm", handle, gemm, compared, bound, compared.where, library=library, shape=shape)
+        (left, left_spec, _), (right, right_spec, _) = operands
         tensors: dict[str, Any] = {"left": left, "right": right, "result": result, "reference": reference}
         tensors |= {"formats": (str(left_spec.formats), str(right_spec.formats))}
-        self.note(LocalFault((*self.order_of(handle, gemm, call), rank()), fault, tensors))
+        details = {"library": library, "shape": (*reference.shape, depth)}
+        self._note_gemm("gemm", handle, gemm, (call,), compared, tensors=tensors, **details)
 
     def on_gather(self, product: Product, x: Tensor) -> None:
         """Compare the tokens that a linear has gathered with another gather of them. Collective."""
         handle, expected = product.handle, product.x()
         compared = difference(expected, x, GATHERED)
-        if compared is None or compared.sqnr >= GATHERED:
+        if compared is None or not compared.is_fault:
             return
         where = f"{compared.where} of the gathered input"
-        fault = _fault("gather", handle, Gemm.FPROP, compared, GATHERED, where)
         call = self._calls[handle.name, handle.expert, Gemm.FPROP]
-        self.note(LocalFault((*self.order_of(handle, Gemm.FPROP, call), -1), fault))
+        self._note_gemm("gather", handle, Gemm.FPROP, (call, -1), compared, where=where)
 
     def on_sum(self, handle: LinearHandle, gemm: Gemm, result: Tensor) -> None:
         """Compare a sum over tensor parallel ranks [rows, columns] with that of their latest products. Collective.
@@ -210,15 +203,13 @@ class KernelCheck(Watcher):
             parts = [each[handle.tp_rank * len(result) :][: len(result)] for each in parts]
         total, noise = torch.stack(parts).sum(0), _noise_of_sum(parts, result.dtype)
         compared = difference(total, result, SUM, noise)
-        if compared is None or compared.sqnr >= SUM:
+        if compared is None or not compared.is_fault:
             return
         lost = _lost_part(total, parts, result, SUM, noise)
         call = self._calls[handle.name, handle.expert, gemm] - 1
-        self._note_sum(handle, gemm, call, lost, compared, SUM)
+        self._note_sum(handle, gemm, call, lost, compared)
 
-    def _note_sum(
-        self, handle: LinearHandle, gemm: Gemm, call: int, lost: int | None, compared: Difference, bound: float
-    ) -> None:
+    def _note_sum(self, handle: LinearHandle, gemm: Gemm, call: int, lost: int | None, compared: Difference) -> None:
         """Note a wrong sum over ranks. ``lost`` is the place in the group of the rank whose part it lacks, if that is
         known.
         """
@@ -226,18 +217,36 @@ class KernelCheck(Watcher):
         if lost is not None:
             culprit = lost if handle.tp_group is None else dist.get_global_rank(handle.tp_group, lost)
             where = "the sum over tensor parallel ranks lacks the part of this rank"
-        fault = _fault("reduction", handle, gemm, compared, bound, where, rank=culprit)
-        self.note(LocalFault((*self.order_of(handle, gemm, call), dist.get_world_size(), rank()), fault))
+        order = call, dist.get_world_size()  # after the products of all ranks
+        self._note_gemm("reduction", handle, gemm, order, compared, where=where, rank=culprit)
 
-    def note(self, fault: LocalFault) -> None:
-        """Keep a fault if it is the first of this rank in execution order."""
-        if self.first is None or fault.order < self.first.order:
-            self.first = fault
+    def _note_gemm(
+        self, kind: str, handle: LinearHandle, gemm: Gemm, order: Sequence[int], compared: Difference, **details: Any
+    ) -> None:
+        """Note a fault of a linear. ``order`` has its microbatch, and its place beside the products of the linear."""
+        position = handle.state.position  # layers of a backward run from the last one
+        place = (0, position) if gemm is Gemm.FPROP else (1, -position)
+        fields = {"gemm": gemm.value, "expert": handle.expert, **dataclasses.asdict(compared)} | details
+        self.note((order[0], *place, *order[1:]), kind, handle.name, **fields)
 
-    def order_of(self, handle: LinearHandle, gemm: Gemm, microbatch: int) -> tuple[int, ...]:
-        """Return the place of a product in a step: microbatch, forward before backward, then layers as they run."""
-        position = handle.state.position
-        return microbatch, int(gemm is not Gemm.FPROP), position if gemm is Gemm.FPROP else -position
+    def note(
+        self,
+        order: Sequence[int],
+        kind: str,
+        linear: str,
+        where: str,
+        tensors: Mapping[str, Any] | None = None,
+        **details: Any,
+    ) -> None:
+        """Keep a fault if it is the first of this rank by ``order``, its place in a step.
+
+        ``details`` are further fields of :class:`Fault`, which is by default a fault of this rank in no GEMM.
+        """
+        order = *order, rank()
+        if self.first is None or order < self.first.order:
+            fields: dict[str, Any] = {"gemm": None, "expert": None, "rank": rank(), "host": socket.gethostname()}
+            fields |= {"library": "", "shape": (), "sqnr": 0.0, "bound": 0.0} | details
+            self.first = LocalFault(order, Fault(kind=kind, linear=linear, where=where, **fields), tensors or {})
 
     def on_backward(self, product: Product, gradient: Tensor) -> None:
         """Compare the sum of input gradients, if the linear computes one. Collective."""

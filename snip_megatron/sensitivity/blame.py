@@ -7,10 +7,12 @@ reference itself is worse than bf16, rounding is to blame, and the GEMMs that ca
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError, located
 from snip_megatron.precision.strict_json import JsonFields, read_file, read_object
 
@@ -86,10 +88,14 @@ class Harm(JsonFields):
     format: str
     share: float  # its share of the scores of all GEMMs
     sqnr_of_kernel: float | None  # the least signal to noise ratio of the job's kernel against the reference, in dB
-    operand_mse: float  # mean over both operands of the squared error relative to the mean square
+    operand_mse: float  # sum over both operands of the squared error relative to the mean square
     underflow: float  # largest share of an operand's numbers other than zero that are rounded to zero
     loss_rise: float = 0.0  # what rounding of this fprop alone adds to the loss, to second order
     error: float = 0.0  # relative error of the GEMM's result on the inputs of the bf16 pass
+
+    @property
+    def bits(self) -> int:
+        return Format(self.format).bits
 
 
 @dataclass(frozen=True)
@@ -251,54 +257,46 @@ def smallest_set[T](
 
 # -- GEMMs that formats harm more than their peers ---------------------------------------------------------------------
 # The error of a GEMM is that of its result on the inputs of a bf16 pass: of an 8-bit format .01 to .04, of a 4-bit one
-# .03 to .2. It is compared with that of GEMMs of the same kind and as many bits, and with a limit. Errors of operands
-# are compared likewise. GEMMs in a rare format are compared with those in other formats: in a run in eight bits, a
+# .03 to .2. It is compared with what the errors of its peers' operands give, and with a limit. Peers are GEMMs of the
+# same kind in as many bits. A GEMM in a rare format is compared with those in other formats: in a run in eight bits, a
 # single linear in four bits is to blame.
 LIMIT = {4: 0.5, 8: 0.15}  # Bits → relative error of a GEMM's result above which it is harmed, whatever its peers have
 
-RATIO = 1.6
-"""A GEMM is harmed if its error is this many times that of the worst fifth of its peers. In 19 healthy steps of a small
-Llama, in uniform and mixed maps, the largest ratio was 1.3 (two formats of unequal bits apart), and in 20 steps with
-one harmed GEMM the least was 2.2."""
+RATIO = 2.0
+"""A GEMM is harmed if its error is this many times what independent errors of its peers' operands give: .075 in E4M3,
+.12 with gradients in E5M2. Where products add up, a healthy result has less (.006). Where they cancel, or where many
+rows are alike, it has more: .074 in 42 steps of delayed scaling, and .057 in the last weight gradients of a 1.1B model.
+In 71 healthy steps of small models the ratio was 1.42 at most."""
+
+SQUARED_RATIO = 2.5
+"""A squared error is an outlier's if it is this many times that of the others: of a GEMM's operands beside the median
+of its peers in 8 bits, or of one expert or rank beside the next. Operands have 1.07 at most in 10 healthy steps in 8
+bits, 3.4 if one of both loses a bit of its mantissa, and about 15 in 4 bits. A scale that huge numbers decide harms all
+others and hardly changes this ratio. The result is then above LIMIT."""
 
 RARE = 1 / 8  # share of the GEMMs of a kind below which those with as many bits are no peers of each other
 
-HEALTHY = {4: 0.2, 8: 0.045}
-"""Bits of its peers → relative error of a GEMM's result that is healthy whatever they have. Two independent operands in
-E4M3 give .037."""
 
-INDEPENDENT = 2.0
-"""An error is healthy up to this many times what independent errors of its peers' operands give: .075 in E4M3, .12 with
-gradients in E5M2. Where products add up, peers have less (.006). Where they cancel, or where many rows are alike, a
-healthy GEMM has more: .074 in 42 steps of delayed scaling, and .057 in the last weight gradients of a 1.1B model."""
-
-OPERAND_RATIO = 2.5
-"""A GEMM is harmed if its operands' squared errors are this many times the median of its peers in 8 bits. They are 1.07
-at most in 10 healthy steps in 8 bits, 3.4 if one of both operands loses a bit of its mantissa, and about 15 in 4 bits.
-A scale that huge numbers decide harms all others and hardly changes this ratio. The result is then above LIMIT."""
-
-Key = tuple[str, str]
-
-
-def outliers(errors: Mapping[Key, float], bits: Mapping[Key, int], operands: Mapping[Key, float]) -> dict[Key, float]:
-    """Return the GEMMs that are harmed more than is healthy → their squared error over the largest healthy one.
-
-    Args:
-        errors: (linear, GEMM) → relative error, of quantised GEMMs. It may be infinite.
-        bits: (linear, GEMM) → bits of its format, 4 or 8.
-        operands: (linear, GEMM) → relative squared error of its operands.
-    """
-    harmed = {}
-    for key, error in errors.items():
-        peers = _peers(errors, bits, key)
-        of_peers = sorted(operands[other] for other in peers if bits[other] == 8)
-        usual = of_peers[len(of_peers) // 2] if len(of_peers) >= 3 else None
-        limit = min(LIMIT[bits[key]], max(_limit(errors, bits, peers), INDEPENDENT * math.sqrt(usual or 0.0)))
-        if not error <= limit:
-            harmed[key] = min((error / limit) ** 2, 1e6) if error == error else 1e6
-        elif usual is not None and operands[key] > OPERAND_RATIO * usual:
-            harmed[key] = operands[key] / (OPERAND_RATIO * usual)
+def outliers(harms: Sequence[Harm]) -> dict[Harm, float]:
+    """Return the GEMMs that are harmed more than is healthy → their squared error over the largest healthy one."""
+    quantised, harmed = [harm for harm in harms if harm.bits < 16], {}
+    for harm in quantised:
+        peers = _peers(harm, quantised)
+        usual = statistics.median_high(peer.operand_mse for peer in peers) if len(peers) >= 3 else math.inf
+        limit = min(LIMIT[harm.bits], RATIO * math.sqrt(usual or math.inf))  # 0: no operand was compared
+        if harm.error > limit:
+            harmed[harm] = (harm.error / limit) ** 2
+        elif harm.operand_mse > SQUARED_RATIO * usual and peers[0].bits == 8:
+            harmed[harm] = harm.operand_mse / (SQUARED_RATIO * usual)
     return harmed
+
+
+def _peers(harm: Harm, quantised: Sequence[Harm]) -> list[Harm]:
+    """Return the GEMMs of the same kind with as many bits, or those with other bits if the GEMM's format is rare."""
+    same_kind = [other for other in quantised if other.gemm == harm.gemm and other is not harm]
+    peers = [other for other in same_kind if other.bits == harm.bits]
+    is_rare = len(peers) + 1 <= RARE * (len(same_kind) + 1)
+    return [other for other in same_kind if other.bits != harm.bits] if is_rare else peers
 
 
 def worst_part(errors: Mapping[tuple[int | None, int | None], float]) -> tuple[int | None, int | None]:
@@ -317,21 +315,6 @@ def worst_part(errors: Mapping[tuple[int | None, int | None], float]) -> tuple[i
 def _alone(errors: Mapping[int | None, float]) -> int | None:
     """Return the one whose error is above that of every other as an outlier's is. None if there is none."""
     ranked = sorted(errors, key=lambda part: -errors[part] if errors[part] == errors[part] else -math.inf)
-    if len(ranked) < 2 or not errors[ranked[1]] * RATIO**2 < errors[ranked[0]]:
+    if len(ranked) < 2 or not errors[ranked[1]] * SQUARED_RATIO < errors[ranked[0]]:
         return None
     return ranked[0]
-
-
-def _peers(errors: Mapping[Key, float], bits: Mapping[Key, int], key: Key) -> list[Key]:
-    """Return the GEMMs of the same kind with as many bits. Those with other bits if the format of ``key`` is rare."""
-    same_kind = [other for other in errors if other[1] == key[1] and other != key]
-    peers = [other for other in same_kind if bits[other] == bits[key]]
-    return peers if len(peers) + 1 > RARE * (len(same_kind) + 1) else [o for o in same_kind if bits[o] != bits[key]]
-
-
-def _limit(errors: Mapping[Key, float], bits: Mapping[Key, int], peers: Sequence[Key]) -> float:
-    """Return the largest error that is healthy beside those of the peers."""
-    finite = sorted(errors[peer] for peer in peers if errors[peer] < math.inf)
-    if len(finite) < 3:
-        return math.inf
-    return max(RATIO * finite[int(0.8 * len(finite))], HEALTHY[max(bits[peer] for peer in peers)])

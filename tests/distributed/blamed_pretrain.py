@@ -28,7 +28,7 @@ from snip_megatron.megatron import setup
 from snip_megatron.megatron.state_check import _named, state_checked
 from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
-from snip_megatron.runtime.blame import Place, blame_step
+from snip_megatron.runtime.blame import blame_step
 from snip_megatron.runtime.blame_passes import Passes
 
 Changed = Iterator[None]
@@ -64,7 +64,7 @@ def run_cases(
             state: Any = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
             checks = [] if case in ("outlier", "part") else [state]
             blame = blame_step(
-                of_case, host, registry, step_of(call), Place(1, None, Path.cwd()), *checks,
+                of_case, host, registry, step_of(call), of_case.unfinished(1), Path.cwd(), *checks,
                 seconds=math.inf if case != "hurried" else 1e-3 if last_rank() else 1e6,
             )  # fmt: skip
         if dist.get_rank() == 0:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from snip_megatron.sensitivity.blame import (
     smallest_set,
     worst_part,
 )
+
+Key = tuple[str, str]
 
 BLAME = Blame(
     37, None, "snip", "3 GEMMs in fp8", "bug", "it is",
@@ -62,37 +65,48 @@ def test_the_smallest_set_is_found_by_halves(worst: tuple[int, ...]) -> None:
     assert len(calls) <= 4 * math.log2(40) * len(worst)
 
 
+def harmed(
+    errors: Mapping[Key, float], operands: float | Mapping[Key, float], *, in_four: Iterable[Key] = ()
+) -> dict[Key, float]:
+    """The outliers among GEMMs in fp8, and in fp4, with these errors of results and squared errors of operands."""
+    harms = []
+    for key, error in errors.items():
+        fmt, operand = "fp4" if key in in_four else "fp8", operands[key] if isinstance(operands, Mapping) else operands
+        harms.append(Harm(*key, fmt, 0.0, None, operand, 0.0, error=error))
+    return {(harm.linear, harm.gemm): score for harm, score in outliers(harms).items()}
+
+
 def test_a_gemm_is_harmed_where_it_is_worse_than_its_peers() -> None:
     linears = [f"decoder.layers.{layer}.mlp.linear_fc1" for layer in range(16)]
     keys = list(itertools.product(linears, ("fprop", "wgrad")))
     errors = {key: 0.015 + 0.0005 * i for i, key in enumerate(keys)}
-    bits, operands = dict.fromkeys(keys, 8), dict.fromkeys(keys, 0.0013)
-    assert outliers(errors, bits, operands) == {}
-    assert list(outliers(errors | {keys[4]: 0.2}, bits, operands)) == [keys[4]]
-    assert list(outliers(errors | {keys[4]: math.inf, keys[5]: math.nan}, bits, operands)) == [keys[4], keys[5]]
+    assert harmed(errors, 0.0013) == {}
+    assert list(harmed(errors | {keys[4]: 0.2}, 0.0013)) == [keys[4]]
+    assert list(harmed(errors | {keys[4]: math.inf, keys[5]: 1e3}, 0.0013)) == [keys[4], keys[5]]
     # One linear in four bits is an outlier of a run in eight bits, eight linears are not.
-    assert list(outliers(errors, bits | {keys[4]: 4}, operands | {keys[4]: 0.02})) == [keys[4]]
-    half = dict.fromkeys(keys[:16], 4)
-    worse = errors | {key: 0.06 + 0.001 * i for i, key in enumerate(half)}
-    assert outliers(worse, bits | half, operands | dict.fromkeys(half, 0.02)) == {}
-    assert list(outliers(worse | {keys[4]: 0.3}, bits | half, operands | dict.fromkeys(half, 0.02))) == [keys[4]]
+    operands = dict.fromkeys(keys, 0.0013)
+    assert list(harmed(errors, operands | {keys[4]: 0.02}, in_four=keys[4:5])) == [keys[4]]
+    half = keys[:16]
+    worse, operands = errors | {key: 0.1 + 0.01 * i for i, key in enumerate(half)}, operands | dict.fromkeys(half, 0.02)
+    assert harmed(worse, operands, in_four=half) == {}
+    assert list(harmed(worse | {keys[4]: 0.3}, operands, in_four=half)) == [keys[4]]
     every = dict.fromkeys(keys, 2 * LIMIT[8])
-    assert outliers(every, bits, operands).keys() == every.keys()
-    assert all(score == pytest.approx(4.0) for score in outliers(every, bits, operands).values())
+    scores = harmed(every, 0.5)  # beside operands that are all as bad
+    assert scores.keys() == every.keys()
+    assert all(score == pytest.approx(4.0) for score in scores.values())
 
 
 def test_a_gemm_whose_operands_lose_a_bit_is_harmed_though_its_result_hides_it() -> None:
     """Errors of results vary from GEMM to GEMM; those of operands in one format hardly do."""
     keys = [(f"decoder.layers.{layer}.mlp.linear_fc1", "fprop") for layer in range(8)]
-    errors, bits = dict.fromkeys(keys, 0.03), dict.fromkeys(keys, 8)
-    operands = dict.fromkeys(keys, 0.0013)
-    assert outliers(errors, bits, operands) == {}
-    assert list(outliers(errors, bits, operands | {keys[3]: 0.0045})) == [keys[3]]
+    errors, operands = dict.fromkeys(keys, 0.03), dict.fromkeys(keys, 0.0013)
+    assert harmed(errors, operands) == {}
+    assert list(harmed(errors, operands | {keys[3]: 0.0045})) == [keys[3]]
     # One GEMM in four bits of a run in eight loses more than that. Where it is one of many, it is as they are.
     four = keys[3:4]
-    assert list(outliers(errors, bits | dict.fromkeys(four, 4), operands | dict.fromkeys(four, 0.02))) == four
+    assert list(harmed(errors, operands | dict.fromkeys(four, 0.02), in_four=four)) == four
     four = keys[::2]
-    assert outliers(errors, bits | dict.fromkeys(four, 4), operands | dict.fromkeys(four, 0.02)) == {}
+    assert harmed(errors, operands | dict.fromkeys(four, 0.02), in_four=four) == {}
 
 
 @pytest.mark.parametrize(
@@ -116,20 +130,20 @@ def test_a_result_that_is_small_beside_its_products_is_healthy() -> None:
     """Its products cancel, or those of its peers add up. Operands are rounded as everywhere else."""
     keys = [(f"decoder.layers.{layer}.mlp.linear_fc1", "wgrad") for layer in range(22)]
     errors = dict.fromkeys(keys, 0.02) | {keys[21]: 0.07}
-    bits, operands = dict.fromkeys(keys, 8), dict.fromkeys(keys, 0.0376**2)
-    assert outliers(errors, bits, operands) == {}
-    assert list(outliers(errors | {keys[21]: 0.1}, bits, operands)) == [keys[21]]
-    assert list(outliers(errors, bits, operands | {keys[21]: 0.005})) == [keys[21]]
+    operands = dict.fromkeys(keys, 0.0376**2)
+    assert harmed(errors, operands) == {}
+    assert list(harmed(errors | {keys[21]: 0.1}, operands)) == [keys[21]]
+    assert list(harmed(errors, operands | {keys[21]: 0.005})) == [keys[21]]
 
 
 RECIPES = {"hybrid": HostRecipe("delayed", hybrid=True), "e4m3": HostRecipe("tensorwise")}
 
 
-def wgrads(recipe: HostRecipe, seed: int, stale: float = 1.0) -> dict[tuple[str, str], tuple[float, float]]:
+def wgrads(recipe: HostRecipe, seed: int, stale: float = 1.0) -> tuple[dict[Key, float], dict[Key, float]]:
     """The errors of results and operands of eight wgrads. The tokens of the first alone have no mean in common, and the
     scale of its gradients is too large by ``stale``."""
     torch.manual_seed(seed)
-    errors = {}
+    errors, operands = dict[Key, float](), dict[Key, float]()
     for layer in range(8):
         x, g = (torch.randn(256, width) + bool(layer) * 2 * torch.randn(width) for width in (64, 96))
         mse, numbers = 0.0, []
@@ -140,8 +154,9 @@ def wgrads(recipe: HostRecipe, seed: int, stale: float = 1.0) -> dict[tuple[str,
             mse += float((numbers[-1] - tensor).square().sum() / tensor.square().sum())
         exact = g.t() @ x
         error, signal = float((numbers[1].t() @ numbers[0] - exact).square().sum()), float(exact.square().sum())
-        errors[f"decoder.layers.{layer}.mlp.linear_fc1", "wgrad"] = math.sqrt(error / signal), mse
-    return errors
+        key = f"decoder.layers.{layer}.mlp.linear_fc1", "wgrad"
+        errors[key], operands[key] = math.sqrt(error / signal), mse
+    return errors, operands
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -149,11 +164,8 @@ def test_a_gradient_whose_products_do_not_add_up_is_healthy(recipe: str) -> None
     """Its errors then show as they are, beside peers whose results hide theirs."""
     first = ("decoder.layers.0.mlp.linear_fc1", "wgrad")
     for seed in range(40):
-        figures = wgrads(RECIPES[recipe], seed)
-        errors, operands = ({key: pair[i] for key, pair in figures.items()} for i in (0, 1))
-        bits = dict.fromkeys(errors, 8)
+        errors, operands = wgrads(RECIPES[recipe], seed)
         assert errors[first] > 2 * max(error for key, error in errors.items() if key != first)
-        assert outliers(errors, bits, operands) == {}
-        figures = wgrads(RECIPES["hybrid"], seed, stale=4.0)  # a history whose amax is too small
-        errors, operands = ({key: pair[i] for key, pair in figures.items()} for i in (0, 1))
-        assert list(outliers(errors, bits, operands)) == [first]
+        assert harmed(errors, operands) == {}
+        stale = wgrads(RECIPES["hybrid"], seed, stale=4.0)  # a history whose amax is too small
+        assert list(harmed(*stale)) == [first]
