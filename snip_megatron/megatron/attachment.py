@@ -92,22 +92,6 @@ def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
     return config, [line for line in lines if line]
 
 
-def check_own_arguments(args: argparse.Namespace) -> None:
-    """Check SNIP's arguments, and the files that they name, before Megatron has validated its own and printed them.
-
-    Raises SnipError as :func:`configuration`, or if a file cannot be read.
-    """
-    if getattr(args, "use_checkpoint_args", False):  # which replace some of these later
-        return
-    with rank_device():
-        config, _ = configuration(args)
-        if config.enabled:
-            from snip_megatron.megatron.conversion import with_resolved_gemm
-
-            with_resolved_gemm(config, args)  # which reads the maps
-            _named_backend(config.timings)
-
-
 def _too_short(config: SnipConfig, steps: int | None) -> str | None:
     """Return a line about a run that ends before its first map, with what changes that. None if it does not."""
     first = config.first_update + config.lag

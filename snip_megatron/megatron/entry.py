@@ -12,7 +12,7 @@ from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.attachment import check_own_arguments, prepare_megatron, prepare_run
+from snip_megatron.megatron.attachment import prepare_megatron, prepare_run
 from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.datasets import check_data, get_batch, packed_documents, provide_datasets
 from snip_megatron.megatron.startup import Startup
@@ -40,7 +40,7 @@ def prepare(startup: Startup) -> tuple[Callable[[], None], Terms]:
     configuration cannot work.
     """
     shown: list[str] = []
-    args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, shown), check_own_arguments)
+    args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, shown))
     if not (args.fake_process_group or os.environ.get("MASTER_ADDR")):
         raise SnipError(
             "a launcher must start this: torchrun --nproc-per-node 1 -m snip_megatron.pretrain_gpt <arguments>"

@@ -6,8 +6,6 @@ captured anew when a map is adopted.
 
 import argparse
 import functools
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,44 +18,6 @@ from snip_megatron.layers.registry import DeviceStep
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.startup import say
 from snip_megatron.precision import ALL_BF16, Format
-
-_SETTLING, _SAMPLES = 4, 3
-_HOST_BOUND = 0.03  # share of a microbatch below which the GPU's lag behind the host counts as none
-
-
-class HostWait:
-    """Tells whether the GPU waits for its host under a quantised map, and which arguments change that.
-
-    A GPU that works without pause lags behind the host's launches by part of a microbatch when the last kernel of a
-    step is launched. A GPU that waits does not. The lag is measured by a synchronisation in a few steps after the first
-    adoption, right before Megatron's own.
-    """
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._lags: list[float] = []
-
-    def timed(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``forward_backward`` for the next step under a map, timed if the step is one of the few."""
-        self._steps += 1
-        if self._steps <= _SETTLING or len(self._lags) == _SAMPLES:
-            return forward_backward
-
-        def timed_step(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            result = forward_backward(*args, **kwargs)
-            launched = time.perf_counter()
-            torch.cuda.synchronize()
-            ended = time.perf_counter()
-            self._lags.append((ended - launched) / (ended - started) * kwargs.get("num_microbatches", 1))
-            if len(self._lags) == _SAMPLES and statistics.median(self._lags) < _HOST_BOUND:
-                say(
-                    "the GPU waits for its host in forward and backward: CUDA graphs (--cuda-graph-impl"
-                    " transformer_engine --te-rng-tracker) or larger microbatches make steps shorter"
-                )
-            return result
-
-        return timed_step
 
 
 def _experts_of(layer: torch.nn.Module) -> Any:
@@ -99,9 +59,6 @@ class GraphedRun:
         self._graphed: list[LinearHandle] = []  # linears that read the state of the step from the device
         self._formats: dict[LinearHandle, tuple[Format, ...]] = {}  # of every linear, before a map is adopted
         self._captured_before = False
-        # Pipeline stages wait for each other.
-        measurable = self._graphs is None and torch.cuda.is_available() and args.pipeline_model_parallel_size == 1
-        self._host_wait = HostWait() if measurable else None
 
     def close(self) -> None:
         """Undo all changes of Megatron's classes."""
@@ -174,14 +131,12 @@ class GraphedRun:
     def training(
         self, forward_step: Callable[..., Any], forward_backward: Callable[..., Any]
     ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return the two functions of a training step, wrapped for graphs. Without graphs, a few steps are timed.
+        """Return the two functions of a training step, wrapped for graphs.
 
         The forward step marks the weights of a chunk as quantised from its second microbatch on. A graph of the whole
         step captures the kernel that writes the mark. Captures are timed.
         """
         if self._graphs is None:
-            if self._host_wait is not None and self._registry is not None and self._registry.generation:
-                forward_backward = self._host_wait.timed(forward_backward)
             return forward_step, forward_backward
         started_chunks: set[int] = set()
         chunks = {id(chunk): number for number, chunk in enumerate(self._model)}

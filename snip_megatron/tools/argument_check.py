@@ -71,7 +71,7 @@ def _validate(argv: Sequence[str]) -> Training:
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and importlib.util.find_spec("transformer_engine") is not None:
         startup = replace(startup, on_cpu=False)  # a job for GPUs may be checked where there is none
     from snip_megatron.megatron import compat, validate
-    from snip_megatron.megatron.attachment import check_own_arguments, configuration
+    from snip_megatron.megatron.attachment import configuration
     from snip_megatron.megatron.compat import pretraining
     from snip_megatron.megatron.compat.meta_model import CannotBuildError
     from snip_megatron.megatron.conversion import linears_on_meta
@@ -79,7 +79,7 @@ def _validate(argv: Sequence[str]) -> Training:
     from snip_megatron.megatron.entry import provide_arguments
     from snip_megatron.megatron.times import layout_of
 
-    args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, []), check_own_arguments)
+    args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, []))
     compat.check(args, startup)
     check_data(args)
     validate.check_layers_of_experts(args)

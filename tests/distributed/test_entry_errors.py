@@ -41,8 +41,6 @@ def test_what_is_refused_beside_megatron_is_one_line(
     saving = ("--save", "checkpoint", "--save-interval", "1")
     process = warm.run(1, tiny_llama_args(*extra, *saving), tmp=tmp_path)
     check_refusal(process, message)
-    if message.startswith("--snip-budget"):
-        assert "arguments ---" not in process.stdout  # before Megatron prints its table
     assert {path.name for path in tmp_path.iterdir()} == {"map.json", "rank0.out", "rank0.err"}  # nothing is written
 
 

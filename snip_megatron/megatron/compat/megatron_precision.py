@@ -146,12 +146,10 @@ def _argument(name: str, value: Any) -> str:
     return argument if value is True else f"{argument} {value}"
 
 
-def let_snip_choose(
-    parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace], None] | None = None
-) -> argparse.ArgumentParser:
+def let_snip_choose(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Let ``parser`` switch Megatron's FP8 and FP4 off where ``--snip`` is given, before Megatron validates arguments.
 
-    The formats of the recipe become the attribute ``snip_recipe`` of the arguments. Then ``check`` is called with them.
+    The formats of the recipe become the attribute ``snip_recipe`` of the arguments.
     """
     parse = parser.parse_known_args
 
@@ -164,8 +162,6 @@ def let_snip_choose(
             let_graphs_hold_experts(args)
             if line:
                 say(line)
-        if check is not None:
-            check(args)
         return args, unknown
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]

@@ -30,16 +30,11 @@ from snip_megatron.precision.errors import SnipError
 ArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
-def parse_arguments(
-    provide_arguments: ArgumentsProvider, check: Callable[[argparse.Namespace], None] | None = None
-) -> argparse.Namespace:
-    """Parse and validate Megatron's arguments from ``sys.argv``. Raises SnipError with Megatron's message.
-
-    ``check`` gets the parsed arguments before Megatron validates and prints them.
-    """
+def parse_arguments(provide_arguments: ArgumentsProvider) -> argparse.Namespace:
+    """Parse and validate Megatron's arguments from ``sys.argv``. Raises SnipError with Megatron's message."""
     with _refusals():
         args: argparse.Namespace = arguments.parse_and_validate_args(
-            lambda parser: let_snip_choose(provide_arguments(parser), check)
+            lambda parser: let_snip_choose(provide_arguments(parser))
         )
     return args
 
