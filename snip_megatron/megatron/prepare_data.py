@@ -1,7 +1,6 @@
 """``snip prepare-data``: converts local text to Megatron's ``.bin/.idx``, with a tokenizer and a hold-out by file."""
 
 import argparse
-import fnmatch
 import hashlib
 import itertools
 import json
@@ -14,6 +13,7 @@ import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,27 +139,23 @@ def collect(inputs: Sequence[Path], globs: Sequence[str]) -> tuple[list[TextFile
     files: dict[str, TextFile] = {}
     for source in inputs:
         texts = 0
-        for key, path in _walk(source, globs):
-            try:
+        try:
+            for key, path in _walk(source, globs):
                 data = path.read_bytes()
-            except OSError as error:
-                raise _unreadable(error, path) from error
-            if (reason := _why_skipped(data)) is not None:
-                skipped[reason] += 1
-                continue
-            texts += 1
-            file = TextFile(key, hashlib.sha256(data).hexdigest(), path, len(data))
-            skipped["duplicate"] += file.sha256 in files
-            files[file.sha256] = min(files.get(file.sha256, file), file)
+                if (reason := _why_skipped(data)) is not None:
+                    skipped[reason] += 1
+                    continue
+                texts += 1
+                file = TextFile(key, hashlib.sha256(data).hexdigest(), path, len(data))
+                skipped["duplicate"] += file.sha256 in files
+                files[file.sha256] = min(files.get(file.sha256, file), file)
+        except OSError as error:
+            why = error.strerror or error
+            raise SnipError(f"{error.filename or source}: cannot be read ({why}); name other inputs") from error
         if not texts:
             matches = "" if source.is_file() else f" that matches --glob {' '.join(globs)}"
             raise SnipError(f"{source}: holds no UTF-8 text{matches}")
     return sorted(files.values()), dict(sorted((+skipped).items()))
-
-
-def _unreadable(error: OSError, path: Path) -> SnipError:
-    why = error.strerror or error
-    return SnipError(f"{error.filename or path}: cannot be read ({why}); make it readable or name other inputs")
 
 
 def _name(source: Path) -> str:
@@ -178,29 +174,27 @@ def _walk(source: Path, globs: Sequence[str]) -> Iterator[tuple[str, Path]]:
         raise SnipError(f"{source}: no such file or folder")
 
     def stop(error: OSError) -> None:
-        raise _unreadable(error, source)
+        raise error
 
-    for folder, subfolders, names in os.walk(source, onerror=stop):
-        if {"manifest.json", "train.bin", "train.idx"} <= set(names):
+    for folder, subfolders, names in source.walk(on_error=stop):
+        if read_manifest(folder) is not None:
             subfolders.clear()
             continue
         subfolders[:] = sorted(n for n in subfolders if n not in _SKIPPED_FOLDERS and not n.startswith("."))
-        for path in (Path(folder, name) for name in sorted(names)):
+        for path in (folder / name for name in sorted(names)):
             relative = path.relative_to(source).as_posix()
-            matches = any(fnmatch.fnmatch(each, glob) for glob in globs for each in (path.name, relative))
-            if matches and path.is_file():
+            if any(fnmatch(name, glob) for glob in globs for name in (path.name, relative)) and path.is_file():
                 yield f"{_name(source)}/{relative}", path
 
 
 def _why_skipped(data: bytes) -> str | None:
     """Return why ``data`` cannot be used as a document. Returns None if it can."""
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError:
-        return "binary" if b"\0" in data else "undecodable"
-    if "\0" in text:
+    if b"\0" in data:
         return "binary"
-    return None if text.strip() else "empty"
+    try:
+        return None if data.decode().strip() else "empty"
+    except UnicodeDecodeError:
+        return "undecodable"
 
 
 def split(files: Sequence[TextFile], share: float) -> tuple[list[TextFile], list[TextFile]]:
@@ -222,7 +216,7 @@ def split(files: Sequence[TextFile], share: float) -> tuple[list[TextFile], list
 
 # -- tokenizers ------------------------------------------------------------------------------------------------
 def _byte_symbols() -> list[str]:
-    """Return the character for each byte value in byte-level vocabularies: itself, or in order one beyond Latin-1."""
+    """Return the character for each byte value in a byte-level vocabulary: itself, or in order one beyond Latin-1."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     substitutes = iter(symbol for symbol in alphabet if ord(symbol) > 255)
     return [chr(value) if chr(value) in alphabet else next(substitutes) for value in range(256)]
@@ -233,8 +227,13 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    options: dict[str, Any] = {"min_frequency": 2, "show_progress": False, "special_tokens": [END_OF_DOCUMENT]}
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=_byte_symbols(), **options)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 

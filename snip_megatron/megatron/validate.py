@@ -1,8 +1,7 @@
 """Refuses, before training starts, arguments that cannot be combined with SNIP. The error names both arguments."""
 
 import argparse
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from snip_megatron.sensitivity.policies import fixed_map, late_shares, needs_for
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest
 
-Conflict = tuple[object, str]  # whether arguments conflict, and the error that names both
-
 _GRAPHS_WITHOUT_PIPELINE = {
     "full_iteration": "Megatron waits for the device between stages, which no graph holds",
     "local": "Megatron cannot free the output of a stage in the steps before the capture, and ends",
@@ -38,16 +35,14 @@ def _more_than_one(value: Any) -> bool:
 
 _OWN_PRECISION = "SNIP chooses the precision of the linears itself; leave it out"
 _WHOLE_SHARDS = "quantised linears hold their whole shard of the weight; leave it out"
+_BUFFERS = "a captured optimizer step would not see the gradient buffers as probes leave them; leave it out"
+_OWN_BACKWARD = "quantised wgrad of experts runs in the backward of its linear; leave it out"
 
 CONFLICTS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "--te-precision-config-file": ("te_precision_config_file", bool, _OWN_PRECISION),
     "--kitchen-config-file": ("kitchen_config_file", bool, _OWN_PRECISION),
     "--use-kitchen": ("use_kitchen", bool, _OWN_PRECISION),
-    "--optimizer-cuda-graph": (
-        "optimizer_cuda_graph",
-        bool,
-        "a captured optimizer step would not see the gradient buffers as probes leave them; leave it out",
-    ),
+    "--optimizer-cuda-graph": ("optimizer_cuda_graph", bool, _BUFFERS),
     "--tensor-parallel-num-weight-shards": ("gtp_weight_remat_size", _more_than_one, _WHOLE_SHARDS),
     "--expert-tensor-parallel-num-weight-shards": ("expert_gtp_weight_remat_size", _more_than_one, _WHOLE_SHARDS),
     "--mlp-chunks-for-training": (
@@ -58,7 +53,7 @@ CONFLICTS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "--overlap-dispatch-backward-with-experts-wgrad": (
         "overlap_dispatch_backward_with_experts_wgrad",
         bool,
-        "quantised wgrad of experts runs in the backward of its linear; leave it out",
+        _OWN_BACKWARD,
     ),
     "--non-persistent-ckpt-type local": (
         "non_persistent_ckpt_type",
@@ -74,115 +69,113 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
 
     Raises SnipError if two arguments cannot be combined. The message names both.
     """
-    tables = [_features(args), _engine(config, args), _graphs(config, args), _optimizer(config, args)]
-    tables.append(_full_sharding(config, args))
+    for argument, (attribute, conflicts, why) in CONFLICTS.items():
+        value = getattr(args, attribute, None)
+        if conflicts(value):
+            is_users = argument == f"--{attribute.replace('_', '-')}"  # and not computed by Megatron
+            shown = f" {value}" if is_users and value is not True else ""
+            raise SnipError(f"{argument}{shown} cannot be combined with --snip: {why}")
+    _check_engine(config, args)
+    _check_graphs(config, args)
+    _check_optimizer(config, args)
+    _check_full_sharding(config, args)
     if config.gradient_reduction != "fp32":
-        tables.append(compat.gradient_reduction_conflicts(args))
-    for conflicts, message in itertools.chain(*tables):
-        if conflicts:
-            raise SnipError(message)
+        compat.check_gradient_reduction(args)
     if not torch.cuda.is_available():
         check_measurable(config, None)
 
 
-def _features(args: argparse.Namespace) -> Iterator[Conflict]:
-    """Yield what no configuration of SNIP can be combined with."""
-    for argument, (attribute, conflicts, why) in CONFLICTS.items():
-        value = getattr(args, attribute, None)
-        is_users = argument == f"--{attribute.replace('_', '-')}"  # and not computed by Megatron
-        shown = f" {value}" if is_users and value is not True else ""
-        yield conflicts(value), f"{argument}{shown} cannot be combined with --snip: {why}"
-
-
-def _engine(config: SnipConfig, args: argparse.Namespace) -> Iterator[Conflict]:
-    """Yield conflicts with Megatron's local layers, with Transformer Engine's GEMMs, and with two validations."""
-    engine = args.transformer_impl
-    for argument, is_given in (
-        (f"--context-parallel-size {args.context_parallel_size}", args.context_parallel_size > 1),
-        ("--defer-embedding-wgrad-compute", getattr(args, "defer_embedding_wgrad_compute", False)),
-    ):
-        yield (
-            is_given and engine != "transformer_engine",
+def _check_engine(config: SnipConfig, args: argparse.Namespace) -> None:
+    """Check arguments against Megatron's local layers, Transformer Engine's GEMMs, and two validations."""
+    engine, ranks = args.transformer_impl, args.context_parallel_size
+    defers = getattr(args, "defer_embedding_wgrad_compute", False)
+    if engine != "transformer_engine" and (ranks > 1 or defers):
+        argument = (
+            "--defer-embedding-wgrad-compute" if defers else f"--context-parallel-size {args.context_parallel_size}"
+        )
+        raise SnipError(
             f"{argument} cannot be combined with --transformer-impl {engine}: it needs Transformer Engine's layers; use"
-            " --transformer-impl transformer_engine, which needs a GPU",
+            " --transformer-impl transformer_engine, which needs a GPU"
         )
-    yield (
-        config.gemm == "transformer_engine" and getattr(args, "tp_comm_overlap", False),
-        "--tp-comm-overlap cannot be combined with --snip-gemm transformer_engine: its buffers are made for bf16;"
-        " leave it out, or use --snip-gemm hopper on such a card, which overlaps where a linear stays bf16",
-    )
+    if config.gemm == "transformer_engine" and getattr(args, "tp_comm_overlap", False):
+        raise SnipError(
+            "--tp-comm-overlap cannot be combined with --snip-gemm transformer_engine: its buffers are made for bf16;"
+            " leave it out, or use --snip-gemm hopper on such a card, which overlaps where a linear stays bf16"
+        )
     for name in ("full_validation", "multiple_validation_sets"):  # both validations run on the same batches
-        yield (
-            config.eval == "both" and getattr(args, name),
-            f"--{name.replace('_', '-')} cannot be combined with --snip-eval both; use --snip-eval map or bf16",
-        )
+        if config.eval == "both" and getattr(args, name):
+            argument = f"--{name.replace('_', '-')}"
+            raise SnipError(f"{argument} cannot be combined with --snip-eval both; use --snip-eval map or bf16")
 
 
-def _graphs(config: SnipConfig, args: argparse.Namespace) -> Iterator[Conflict]:
-    """Yield what CUDA graphs need, and what they conflict with."""
+def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
+    """Check what CUDA graphs need, and what they conflict with."""
     implementation = compat.graph_implementation(args)
     if implementation is None:
         return
-    graphs = f"--cuda-graph-impl {implementation}"
-    yield not torch.cuda.is_available(), f"{graphs} needs a CUDA device, and there is none; leave it out"
-    experts, stages = getattr(args, "num_experts", None), args.pipeline_model_parallel_size
-    yield (
-        experts and not compat.graphs_leave_experts_out(args),
-        f"{graphs} cannot be combined with --num-experts {experts} under --snip: the host counts the rows of experts,"
-        " which no graph may hold; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"
-        " moe_preprocess",
-    )
-    yield (
-        config.gemm == "transformer_engine",
-        f"{graphs} cannot be combined with --snip-gemm transformer_engine: a new map needs new graphs; leave it out, or"
-        " use --snip-gemm hopper on such a card",
-    )
-    why = _GRAPHS_WITHOUT_PIPELINE.get(implementation)
-    yield (
-        stages > 1 and why,
-        f"{graphs} cannot be combined with --pipeline-model-parallel-size {stages} under --snip: {why}; use"
-        " --cuda-graph-impl transformer_engine",
-    )
-    if implementation == "full_iteration":
-        steps, ramp = args.cuda_graph_warmup_steps, compat.batch_size_ramp(args)
-        yield (
-            steps < 1,
-            f"{graphs} cannot be combined with --cuda-graph-warmup-steps {steps} under --snip: kernels are compiled in"
-            " a step before the one that is captured; use 1 or more",
+    graphs, stages = f"--cuda-graph-impl {implementation}", args.pipeline_model_parallel_size
+    if not torch.cuda.is_available():
+        raise SnipError(f"{graphs} needs a CUDA device, and there is none; leave it out")
+    experts = getattr(args, "num_experts", None)
+    if experts and not compat.graphs_leave_experts_out(args):
+        raise SnipError(
+            f"{graphs} cannot be combined with --num-experts {experts} under --snip: the host counts the rows of"
+            " experts, which no graph may hold; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn"
+            " moe_router moe_preprocess"
         )
-        batches = "the graph holds the microbatches of one batch size; leave one out"
-        yield ramp, f"{graphs} cannot be combined with {ramp}: {batches}"
+    if config.gemm == "transformer_engine":
+        raise SnipError(
+            f"{graphs} cannot be combined with --snip-gemm transformer_engine: a new map needs new graphs; leave it"
+            " out, or use --snip-gemm hopper on such a card"
+        )
+    if stages > 1 and implementation in _GRAPHS_WITHOUT_PIPELINE:
+        raise SnipError(
+            f"{graphs} cannot be combined with --pipeline-model-parallel-size {stages} under --snip:"
+            f" {_GRAPHS_WITHOUT_PIPELINE[implementation]}; use --cuda-graph-impl transformer_engine"
+        )
+    if implementation != "full_iteration":
+        return
+    if args.cuda_graph_warmup_steps < 1:
+        raise SnipError(
+            f"{graphs} cannot be combined with --cuda-graph-warmup-steps {args.cuda_graph_warmup_steps} under --snip:"
+            " kernels are compiled in a step before the one that is captured; use 1 or more"
+        )
+    if ramp := compat.batch_size_ramp(args):
+        raise SnipError(
+            f"{graphs} cannot be combined with {ramp}: the graph holds microbatches of one batch size; leave one out"
+        )
 
 
-def _optimizer(config: SnipConfig, args: argparse.Namespace) -> Iterator[Conflict]:
-    """Yield what Megatron cannot shard, which it reports late or not at all, and what weight divergence cannot do."""
+def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
+    """Check what Megatron cannot shard, which it reports late or not at all, and what weight divergence cannot do."""
     optimizer = f"--optimizer {args.optimizer}"
-    yield (
-        args.optimizer == "sgd" and args.use_distributed_optimizer,
-        f"{optimizer} cannot be combined with --use-distributed-optimizer: Megatron shards the state of adam alone;"
-        " leave one of them out",
-    )
-    yield (
-        getattr(args, "use_layer_wise_distributed_optimizer", False) and not args.bf16,
-        f"{optimizer} with --use-distributed-optimizer needs --bf16: Megatron shares out whole parameters of 16-bit"
-        " models only; add --bf16 or leave --use-distributed-optimizer out",
-    )
-    if config.updates and needs_forward_noise(config.request()):
-        estimator = f"--snip-estimator {config.estimator}"
-        yield (
-            args.optimizer != "adam",
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise SnipError(
+            f"{optimizer} cannot be combined with --use-distributed-optimizer: Megatron shards the state of adam alone;"
+            " leave one of them out"
+        )
+    if getattr(args, "use_layer_wise_distributed_optimizer", False) and not args.bf16:
+        raise SnipError(
+            f"{optimizer} with --use-distributed-optimizer needs --bf16: Megatron shares out whole parameters of 16-bit"
+            " models only; add --bf16 or leave --use-distributed-optimizer out"
+        )
+    if not (config.updates and needs_forward_noise(config.request())):
+        return
+    estimator = f"--snip-estimator {config.estimator}"
+    if args.optimizer != "adam":
+        raise SnipError(
             f"{optimizer} cannot be combined with {estimator}: weight divergence knows the update of adam alone; use"
-            " it, or --snip-estimator fisher",
+            " it, or --snip-estimator fisher"
         )
-        yield (
-            config.first_update == 0 and not args.load,
+    if config.first_update == 0 and not args.load:
+        raise SnipError(
             f"--snip-first-update 0 cannot be combined with {estimator}: adam has no moments before its first step; use"
-            " --snip-first-update 1 or later",
+            " --snip-first-update 1 or later"
         )
 
 
-def _full_sharding(config: SnipConfig, args: argparse.Namespace) -> Iterator[Conflict]:
-    """Yield what is not supported beside full sharding."""
+def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
+    """Check what is not supported beside full sharding."""
     argument = sharding(args)
     if argument is None:
         return
@@ -190,7 +183,7 @@ def _full_sharding(config: SnipConfig, args: argparse.Namespace) -> Iterator[Con
     stages, implementation = args.pipeline_model_parallel_size, compat.graph_implementation(args)
     version = getattr(args, "megatron_fsdp_version", 1)  # Megatron 0.19 has no other
     unsharded = argument == "--use-megatron-fsdp" and strategy in ("no_shard", "optim")
-    own_gemms = config.gemm == "transformer_engine"
+    overlaps_experts = getattr(args, "overlap_moe_expert_parallel_comm", False)
     for conflicts, option, way in (
         (unsharded, f"--data-parallel-sharding-strategy {strategy}", "use optim_grads_params"),
         # Megatron cannot load an optimizer from it
@@ -200,17 +193,18 @@ def _full_sharding(config: SnipConfig, args: argparse.Namespace) -> Iterator[Con
         (stages > 1, f"--pipeline-model-parallel-size {stages}", "use 1"),
         (implementation is not None, f"--cuda-graph-impl {implementation}", "leave it out"),
         (getattr(args, "optimizer_cpu_offload", False), "--optimizer-cpu-offload", "leave it out"),
-        (
-            getattr(args, "overlap_moe_expert_parallel_comm", False),
-            "--overlap-moe-expert-parallel-comm",
-            "leave it out",
-        ),
+        (overlaps_experts, "--overlap-moe-expert-parallel-comm", "leave it out"),
         (config.guard_blame, "--snip-guard-blame", "leave it out"),
         (config.gradient_reduction != "fp32", f"--snip-gradient-reduction {config.gradient_reduction}", "use fp32"),
-        (own_gemms, "--snip-gemm transformer_engine", "use --snip-gemm hopper on such a card"),
+        (
+            config.gemm == "transformer_engine",
+            "--snip-gemm transformer_engine",
+            "use --snip-gemm hopper on such a card",
+        ),
     ):
-        alone = "or use --use-distributed-optimizer alone"
-        yield conflicts, f"{argument} cannot be combined with {option} under --snip; {way}, {alone}"
+        if conflicts:
+            alone = "or use --use-distributed-optimizer alone"
+            raise SnipError(f"{argument} cannot be combined with {option} under --snip; {way}, {alone}")
 
 
 def sharding(args: argparse.Namespace) -> str | None:

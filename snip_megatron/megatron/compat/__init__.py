@@ -5,8 +5,8 @@ These names are checked when the modules are imported.
 
 from snip_megatron.megatron.compat.checkpoints import checkpoint_arguments, checkpoint_has, state_beside_model
 from snip_megatron.megatron.compat.gradients import (
+    check_gradient_reduction,
     check_reduced_models,
-    gradient_reduction_conflicts,
     gradients_reduced_in_fp8,
     report_expert_gradients,
 )

@@ -67,43 +67,45 @@ _ROW = 16 * TILE  # largest number of gradients in a row of a kernel
 _LARGE, _LONG_ROW = 2**29, 256 * TILE  # elements of a large bucket, and of its rows
 
 
-def gradient_reduction_conflicts(args: argparse.Namespace) -> Iterator[tuple[object, str]]:
-    """Yield whether gradients cannot be reduced in FP8 with these arguments, and the error, for each reason.
+def check_gradient_reduction(args: argparse.Namespace) -> None:
+    """Raise SnipError if gradients cannot be reduced in FP8 with these arguments.
 
     A tile of a parameter that is replicated on tensor parallel ranks may contain neighbours that are sharded, so that
     its scale differs between these ranks. That does not matter where Megatron sums the reduced gradients over these
     ranks, as it does for norms and routers under sequence parallelism. Otherwise the replicas would drift apart.
     """
-    option = "--snip-gradient-reduction fp8"
-    low = "--grad-reduce-in-bf16" if args.grad_reduce_in_bf16 else "gradients in 16 bits"
-    yield (
-        (args.bf16 or args.fp16) and not args.accumulate_allreduce_grads_in_fp32,
-        f"{low} cannot be combined with {option}, which sums gradients in FP32; leave one of them out",
-    )
-    yield (
-        not hasattr(args, _ARGUMENT) or not hasattr(buffers, _FUNCTION),
-        f"{option}: needs Megatron's own training loop with its --{_ARGUMENT.replace('_', '-')}; leave it out",
-    )
-    yield (
-        not args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False),
-        f"{option}: only the distributed optimizer scatters gradients; add --use-distributed-optimizer",
-    )
-    instances, ranks = args.num_distributed_optimizer_instances, args.data_parallel_size * args.context_parallel_size
-    several = f"{option} cannot be combined with --num-distributed-optimizer-instances {instances}"
-    yield instances > 1, f"{several}: Megatron has no such reduction between instances; use 1"
-    averages = f"{option} cannot be combined with --ddp-average-in-collective: gradients are summed; leave one out"
-    yield args.ddp_average_in_collective, averages
-    yield ranks == 1, f"{option}: there is one data parallel rank, so that gradients are not reduced; leave it out"
+    option, instances = "--snip-gradient-reduction fp8", args.num_distributed_optimizer_instances
+    if (args.bf16 or args.fp16) and not args.accumulate_allreduce_grads_in_fp32:
+        low = "--grad-reduce-in-bf16" if args.grad_reduce_in_bf16 else "gradients in 16 bits"
+        raise SnipError(f"{low} cannot be combined with {option}, which sums gradients in FP32; leave one of them out")
+    if not hasattr(args, _ARGUMENT) or not hasattr(buffers, _FUNCTION):
+        raise SnipError(
+            f"{option}: needs Megatron's own training loop with its --{_ARGUMENT.replace('_', '-')}; leave it out"
+        )
+    if not args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False):
+        raise SnipError(f"{option}: only the distributed optimizer scatters gradients; add --use-distributed-optimizer")
+    if instances > 1:
+        raise SnipError(
+            f"{option} cannot be combined with --num-distributed-optimizer-instances {instances}: Megatron has no such"
+            " reduction between instances; use 1"
+        )
+    if args.ddp_average_in_collective:
+        raise SnipError(
+            f"{option} cannot be combined with --ddp-average-in-collective: gradients are summed; leave one out"
+        )
+    if args.data_parallel_size * args.context_parallel_size == 1:
+        raise SnipError(f"{option}: there is one data parallel rank, so that gradients are not reduced; leave it out")
     if args.tensor_model_parallel_size == 1:
         return
     option += f" with --tensor-model-parallel-size {args.tensor_model_parallel_size}"
     drift = "parameters that are replicated on tensor parallel ranks would differ between them"
-    yield not args.sequence_parallel, f"{option}: add --sequence-parallel; without it {drift}"
-    yield (
-        getattr(args, "position_embedding_type", None) == "learned_absolute",
-        f"{option} cannot be combined with --position-embedding-type learned_absolute: {drift}; use rope, or leave one"
-        " out",
-    )
+    if not args.sequence_parallel:
+        raise SnipError(f"{option}: add --sequence-parallel; without it {drift}")
+    if getattr(args, "position_embedding_type", None) == "learned_absolute":
+        raise SnipError(
+            f"{option} cannot be combined with --position-embedding-type learned_absolute: {drift}; use rope, or leave"
+            " one out"
+        )
 
 
 @contextlib.contextmanager
