@@ -60,36 +60,29 @@ class Evaluation:
         self._sets = iter((getattr(self.args, "validation_set_names", None) or itertools.count()) if several else ())
 
     def wrap(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        def evaluate_eagerly(forward_step_func: Any, data_iterator: Any, model: Any, *inputs: Any, **named: Any) -> Any:
+        def evaluate_with_snip(forward_step: Any, data_iterator: Any, model: Any, *inputs: Any, **named: Any) -> Any:
+            args, local = self.args, dict[str, torch.Tensor | None]()
             with self.graphs.bypassed(model):
-                return evaluate(forward_step_func, data_iterator, model, *inputs, **named)
-
-        def evaluate_with_snip(
-            forward_step_func: Any, data_iterator: Any, model: Any, *inputs: Any, **named: Any
-        ) -> Any:
-            bf16_loss = None
-            if self.mode == "both":
-                args, iters = self.args, named.get("eval_iters")
-                ranks = args.eval_micro_batch_size * args.data_parallel_size
-                each = args.eval_global_batch_size // ranks
-                batches = compat.repeated(data_iterator, range((args.eval_iters if iters is None else iters) * each))
-                consumed = self.args.consumed_valid_samples  # the second validation uses the same samples
-                with (
-                    compat.changed(self.context, bf16_eval=True),
-                    compat.changed(self.args, consumed_valid_samples=consumed),
-                ):
-                    losses, _, out_of_time = evaluate_eagerly(forward_step_func, batches, model, *inputs, **named)
-                if out_of_time:
-                    return losses, None, True
-                bf16_loss = main_loss(losses)
-            result = evaluate_eagerly(forward_step_func, data_iterator, model, *inputs, **named)
+                if self.mode == "both":
+                    ranks = args.eval_micro_batch_size * args.data_parallel_size
+                    iters = args.eval_iters if named.get("eval_iters") is None else named["eval_iters"]
+                    microbatches = range(iters * (args.eval_global_batch_size // ranks))
+                    batches = compat.repeated(data_iterator, microbatches)
+                    with (
+                        compat.changed(self.context, bf16_eval=True),
+                        # the second validation uses the same samples
+                        compat.changed(args, consumed_valid_samples=args.consumed_valid_samples),
+                    ):
+                        losses, _, out_of_time = evaluate(forward_step, batches, model, *inputs, **named)
+                    if out_of_time:
+                        return losses, None, True
+                    local["bf16"] = main_loss(losses)
+                result = evaluate(forward_step, data_iterator, model, *inputs, **named)
             losses, _, out_of_time = result
             if not out_of_time:
-                if bf16_loss is not None:
-                    losses[BF16_LOSS] = bf16_loss
-                local = {"bf16" if self.mode == "bf16" else "map": main_loss(losses)}
-                if self.mode == "both":
-                    local["bf16"] = losses.get(BF16_LOSS)
+                local["bf16" if self.mode == "bf16" else "map"] = main_loss(losses)
+                if self.mode == "both" and local["bf16"] is not None:
+                    losses[BF16_LOSS] = local["bf16"]
                 device = next(model[0].parameters()).device
                 means = {label: mean_over_ranks(loss, device) for label, loss in local.items()}
                 name = next(self._sets, None)

@@ -28,7 +28,7 @@ with needs_extra("text", "a tokenizer"):
 SCHEMA = "snip.data/1"
 END_OF_DOCUMENT = "<|endoftext|>"
 VOCABULARY = 4096
-SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 2**24  # 256 bytes and the end of document
+SMALLEST_VOCABULARY = 257  # 256 bytes and the end of document
 _BATCH = 256  # files that the tokenizer processes in parallel
 _SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages")
 
@@ -56,9 +56,8 @@ def run(args: argparse.Namespace) -> int:
         raise SnipError(f"--holdout {args.holdout}: expected a share in [0, 1)")
     if size is not None and args.tokenizer == "bytes":
         raise SnipError(f"--vocab-size {size}: --tokenizer bytes has {SMALLEST_VOCABULARY} tokens; give one")
-    if size is not None and not SMALLEST_VOCABULARY <= size <= LARGEST_VOCABULARY:
-        expected = f"{SMALLEST_VOCABULARY} (bytes and end of document) and {LARGEST_VOCABULARY}"
-        raise SnipError(f"--vocab-size {size}: must be between {expected}")
+    if size is not None and size < SMALLEST_VOCABULARY:
+        raise SnipError(f"--vocab-size {size}: must be at least {SMALLEST_VOCABULARY} (bytes and end of document)")
     output: Path = args.output.resolve()
     existing = read_manifest(output)
     if existing is None and output.exists() and not (output.is_dir() and not any(output.iterdir())):
@@ -95,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         raise SnipError(f"--output {output}: cannot be written ({error.strerror or error})") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    _report(manifest, output)
+    _print_summary(manifest, output)
     return 0
 
 
@@ -320,19 +319,14 @@ def _texts(files: Sequence[TextFile], task: str) -> Iterator[str]:
         yield file.path.read_bytes().decode("utf-8")
 
 
-def _report(manifest: dict[str, Any], output: Path) -> None:
-    skipped = ", ".join(f"{count} {reason}" for reason, count in manifest["inputs"]["skipped"].items())
-    print(f"{manifest['inputs']['files']:,} files" + (f" ({skipped} skipped)" if skipped else ""))
+def _print_summary(manifest: dict[str, Any], output: Path) -> None:
+    for reason, count in manifest["inputs"]["skipped"].items():
+        print(f"skipped: {count} {reason}")
+    arguments = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{output}/tokenizer"]
     for name in ("train", "valid"):
         if part := manifest[name]:
-            print(f"{name}: {part['files']:,} files, {part['bytes']:,} bytes, {part['tokens']:,} tokens")
-    size = manifest["tokenizer"]["vocab_size"]
-    requested = manifest["request"].get("vocab_size", size)
-    note = "" if size == requested else f" (the text has no more than these; --vocab-size {requested} was asked for)"
-    print(f"tokenizer: {manifest['tokenizer']['type']}, {size:,} tokens{note}")
-    data = ["--train-data-path", f"{output}/train"]
-    if manifest["valid"]:
-        print(f"unigram entropy of the hold-out: {manifest['valid']['unigram_entropy_nats']:.4f} nats a token")
-        data += ["--valid-data-path", f"{output}/valid"]
-    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{output}/tokenizer"]
-    print(f"for Megatron: {shlex.join([*data, *tokenizer])}")
+            entropy = f"unigram entropy {part['unigram_entropy_nats']:.4f} nats a token"
+            print(f"{name}: {part['files']:,} files, {part['bytes']:,} bytes, {part['tokens']:,} tokens, {entropy}")
+            arguments += [f"--{name}-data-path", f"{output}/{name}"]
+    print(f"tokenizer: {manifest['tokenizer']['type']}, {manifest['tokenizer']['vocab_size']:,} tokens")
+    print(f"for Megatron: {shlex.join(arguments)}")

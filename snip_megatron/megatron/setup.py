@@ -61,15 +61,15 @@ class SnipRun:
         self._on_adopt = on_adopt
         self._library = config.gemm_library
         self._args = args
-        self._registry: LinearRegistry | None = None
-        self._linears = ModelLinears(())
+        self._registry: LinearRegistry  # of the model that was built last
+        self._linears: ModelLinears
         self._controller: Controller | None = None
         self._coordinator: RankZeroCoordinator | None = None
         self._host: Host  # from the first step on
         self._probes: ProbeRunner | None = None
         self._unmeasured: MeasuredTimes | None = None  # on rank 0 if the first update must measure times
         self.scheduler: Any = None  # of the learning rate, from the first step on
-        self._checkpoint: SnipState | None = None
+        self._checkpoint: SnipState
         self.undo = ExitStack()
         self._undo_model = self.undo.enter_context(ExitStack())  # closed when an in-process restart builds a new model
         self.graphs = GraphedRun(args)
@@ -99,10 +99,11 @@ class SnipRun:
         self._controller = self._coordinator = self._probes = None
         self._registry = convert_model(model_chunks, dataclasses.replace(self._config, gemm_library=self._library))
         self._linears = ModelLinears(self._registry.rows, self._registry.uncovered)
+        context = self._registry.context
         validate.check_model(self._config, self._args, self._linears)
-        check_measurable(self._config, self._registry.context.gemm_backend)
-        self._registry.context.bf16_eval = self._config.eval == "bf16"
-        self._registry.context.fsdp_sharded = validate.sharding(self._args) is not None
+        check_measurable(self._config, context.gemm_backend)
+        context.bf16_eval = self._config.eval == "bf16"
+        context.fsdp_sharded = validate.sharding(self._args) is not None
         self._watch_evaluation(self._registry)
         if cut := cut_tiles(self._args, self._linears):
             say(
@@ -111,11 +112,10 @@ class SnipRun:
             )
         if getattr(self._args, "tp_comm_overlap", False):
             say("--tp-comm-overlap: linears gather and scatter beside their GEMMs only where all three are bf16")
-        self._checkpoint = checkpoint = SnipState(
+        self._checkpoint = model_chunks[0].snip_state = SnipState(
             lambda: None if self._controller is None else self._controller.state_to_save(), self._checkpoint_has_state
         )
-        model_chunks[0].snip_state = checkpoint
-        self._undo_model.enter_context(compat.state_beside_model(checkpoint.content, self._loaded))
+        self._undo_model.enter_context(compat.state_beside_model(self._checkpoint.content, self._loaded))
         return model_chunks
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -124,13 +124,13 @@ class SnipRun:
         This is an ``__exit__`` callback. It never suppresses the exception that ended training.
         """
         self.undo.close()
-        if self._controller is not None:
-            # Megatron leaves at --exit-interval by SystemExit on all ranks. After another exception ranks may be gone.
-            try:
-                self._controller.close(together=kind is None or issubclass(kind, SystemExit))
-            except Exception as close_error:  # training has ended, and no record is worth its exit code
-                print(f"snip: the end of the run failed: {Failure.of('end', close_error)}", file=sys.stderr, flush=True)
-            self._controller = None
+        if self._controller is None:
+            return
+        # Megatron leaves at --exit-interval by SystemExit on all ranks. After another exception ranks may be gone.
+        try:
+            self._controller.close(together=kind is None or issubclass(kind, SystemExit))
+        except Exception as close_error:  # training has ended, and no record is worth its exit code
+            print(f"snip: the end of the run failed: {Failure.of('end', close_error)}", file=sys.stderr, flush=True)
 
     # -- overridden where another training loop than Megatron's runs the step -----------------------------------
     def _watch_evaluation(self, registry: LinearRegistry) -> None:
@@ -160,16 +160,15 @@ class SnipRun:
 
     def _loaded(self, content: bytes | None) -> None:
         """Store the state of a checkpoint in which it is an entry beside the model."""
-        assert self._checkpoint is not None
         if not self._args.finetune:
             self._checkpoint.loaded = content
             self._has_state(content is not None)
 
     def _restored_state(self) -> ControllerState | None:
-        if self._checkpoint is None or self._checkpoint.loaded is None:
+        if self._checkpoint.loaded is None:
             return None
         state = ControllerState.from_bytes(self._checkpoint.loaded)
-        if state.precision_map is not None and self._registry is not None:
+        if state.precision_map is not None:
             check_map_fits(state.precision_map, self._registry.names, "SNIP state in the checkpoint")
         return state
 
@@ -192,6 +191,8 @@ class SnipRun:
 
         The first argument is the forward step, and the one at the index ``schedule_at`` the schedule. Both are wrapped.
         """
+        if not hasattr(self, "_registry"):
+            raise SnipError("the model was built without SNIP's pre-wrap hook: did the script pass its configuration?")
 
         def step() -> Any:
             forward_step, schedule = self.graphs.training(call.forward_step_func, call.forward_backward_func)
@@ -213,7 +214,7 @@ class SnipRun:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal repeats
-            if repeats and self._registry is not None:
+            if repeats:
                 self._registry.start_step(step)
             repeats = True
             if self._probes is not None and not self._probes.has_trained:
@@ -246,7 +247,6 @@ class SnipRun:
         with _between_steps(call.step, "adoption"):
             diagnose = None
             if self._config.guard_blame:
-                assert self._registry is not None
                 job = self._config, self._args, self._host, self._registry
                 diagnose = functools.partial(guard_blame, *job, call, self._step_without_graphs)
                 count = self._config.probed_microbatches(call.num_microbatches, self._host.pass_group)
@@ -284,10 +284,8 @@ class SnipRun:
 
     def _make_host(self, call: StepCall) -> Host:
         """Make the host, and tell linears their places in its groups."""
-        registry = self._registry
-        assert registry is not None, "the model was built without SNIP's pre-wrap hook"
-        self._host = host = make_host(self._args, call.model, registry)
-        groups, context = host.groups, registry.context
+        self._host = host = make_host(self._args, call.model, self._registry)
+        groups, context = host.groups, self._registry.context
         context.dp_rank, context.dp_size = groups.dp_rank, groups.dp_size
         if groups.experts is not None:
             context.expert_dp_rank, context.expert_dp_size = groups.experts.dp_rank, groups.experts.dp_size
@@ -296,7 +294,6 @@ class SnipRun:
     def _blame(self, call: StepCall) -> NoReturn:
         """Run ``--snip-blame`` in place of the training, and exit."""
         host, registry = self._make_host(call), self._registry
-        assert registry is not None
         self.graphs.attach(registry, call.model)
         recipe = getattr(self._args, "snip_host_recipe", None)
         if recipe is not None:
@@ -310,7 +307,6 @@ class SnipRun:
         run_blame(self._config, self._args, host, registry, call, job, self._step_without_graphs)
 
     def _build(self, call: StepCall) -> Controller:
-        assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"
         args, config, registry = self._args, self._config, self._registry
         model, step = call.model, call.step
         if config.gradient_reduction != "fp32":

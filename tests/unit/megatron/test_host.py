@@ -207,13 +207,13 @@ def test_losses_of_tokens_are_noted_with_those_that_count() -> None:
     assert (loss.requires_grad, int(tokens)) == (False, 4)
 
 
-def test_a_step_that_megatron_repeats_rounds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_megatron_repeats_rounds_as_before() -> None:
     """The index of a backward in its step enters the keys of stochastic rounding."""
     run = SnipRun(SnipConfig(enabled=True), argparse.Namespace())
     registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in dense_names(1)], StepContext())
     handle = handle_of("decoder.layers.0.mlp.linear_fc1", context=registry.context)
     registry.add(handle)
-    monkeypatch.setattr(run, "_registry", registry)
+    run._registry = registry
     indices: list[tuple[int, int]] = []
 
     def two_microbatches(*, losses: str) -> str:

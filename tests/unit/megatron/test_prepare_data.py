@@ -145,7 +145,7 @@ def test_bad_inputs_are_refused_by_name(texts: Path, tmp_path: Path, make, part:
     ("arguments", "part"),
     [
         (["--holdout", "1"], "--holdout 1.0"),
-        (["--vocab-size", "256"], "--vocab-size 256: must be between 257"),
+        (["--vocab-size", "256"], "--vocab-size 256: must be at least 257"),
         (["--vocab-size", "300", "--tokenizer", "bytes"], "--tokenizer bytes has 257 tokens"),
     ],
 )
