@@ -272,8 +272,11 @@ class PlainStep:
         return AdamWState.of(group, state, 0, weight.numel())
 
 
-def check_trains(optimizer: torch.optim.Optimizer, structure: Structure) -> None:
-    """Raise SnipError if the optimizer does not hold all converted parameters that are trained."""
+def check_optimizer(optimizer: torch.optim.Optimizer, structure: Structure, *, weighs_updates: bool) -> None:
+    """Raise SnipError if the optimizer does not hold all converted parameters that are trained.
+
+    With ``weighs_updates``, also if weight divergence is not implemented for it, for an option of it, or for experts.
+    """
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     weights = {name: weight for name, weight in structure.weights() if weight.requires_grad}
     if missing := [name for name, weight in weights.items() if id(weight) not in trained]:
@@ -281,10 +284,8 @@ def check_trains(optimizer: torch.optim.Optimizer, structure: Structure) -> None
             f"the optimizer does not hold {len(missing)} of the {len(weights)} weights that SNIP converts, first"
             f" {missing[0]}: make it from this model's parameters, after fully_shard and .to(device), or freeze them"
         )
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise SnipError if weight divergence is not implemented for the optimizer or an option of it."""
+    if not weighs_updates:
+        return
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         raise SnipError(
@@ -298,3 +299,5 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     f"optimizer {kind} with {name}={group[name]}: weight divergence knows the update of AdamW without"
                     " amsgrad and maximize; leave it out, use AdamW, or estimator='fisher'"
                 )
+    if any(row.experts > 1 for row in structure.linears):
+        raise SnipError("estimator='noise' compares tokens of two passes, which experts may route apart")

@@ -17,7 +17,7 @@ from snip_megatron import __version__
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry, check_map_fits, describe_left_out, load_map
 from snip_megatron.numerics.products.selection import native_backend, select_backend
-from snip_megatron.plain.host import Loss, PlainStep, check_optimizer, check_trains, make_host
+from snip_megatron.plain.host import Loss, PlainStep, check_optimizer, make_host
 from snip_megatron.plain.model import Structure, convert_linears, find_structure
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError, python_arguments
@@ -108,24 +108,19 @@ class PlainSnip:
         last: int | None,
         on_adopt: OnAdopt | None = None,
     ) -> None:
-        self._on_adopt = on_adopt
         self._structure, self._optimizer, self._config, self._microbatches = structure, optimizer, config, microbatches
-        flops = structure.unquantised_flops  # for one token
-        self._request = config.request(unquantised_stage_flops={0: flops} if flops else None)
-        self._steps, self._last = 0, last
+        self._last, self._on_adopt = last, on_adopt
+        self._steps = 0
         self._began: float | None = None  # when the training step began whose time is not recorded yet
         self._open = False  # whether a step has begun whose loss is not recorded yet
+        flops = structure.unquantised_flops  # for one token
+        self._request = config.request(unquantised_stage_flops={0: flops} if flops else None)
         rows = tuple(structure.linears)
         names = [row.name for row in rows]
         self._fixed = None if config.map is None else load_map(config.map, names, argument="map")
-        self._weight_divergence = needs_forward_noise(self._request)
         if config.updates:
             check_reachable(rows, self._request)
-            check_trains(optimizer, structure)
-            if self._weight_divergence:
-                check_optimizer(optimizer)
-                if any(row.experts > 1 for row in rows):
-                    raise SnipError("estimator='noise' compares tokens of two passes, which experts may route apart")
+            check_optimizer(optimizer, structure, weighs_updates=needs_forward_noise(self._request))
         if os.environ.get("RANK", "0") == "0":
             print("\n".join(f"snip: {line}" for line in structure.describe()), flush=True)
         formats = None if self._fixed is not None else formats_of(config.policy, config.formats, config.pins)
@@ -136,7 +131,6 @@ class PlainSnip:
         self.table: StatisticsTable | None = None
         self._probes: ProbeRunner | None = None
         self._controller: Controller | None = None
-        self._coordinator: RankZeroCoordinator | None = None
         self._restored: ControllerState | None = None
         if fixed is not None:
             self.registry.adopt(fixed)
@@ -200,7 +194,7 @@ class PlainSnip:
         self._end_step()
         if self._controller is not None:
             self._controller.close(together=True)
-            self._restored, self._controller, self._coordinator = self._controller.state, None, None
+            self._restored, self._controller = self._controller.state, None
 
     def _end_step(self) -> None:
         """Record the duration of the step that has begun, and end it without a loss if none was recorded."""
@@ -210,15 +204,10 @@ class PlainSnip:
         self._open = False
 
     def _time_step(self) -> None:
-        if self._began is not None and self._coordinator is not None:
-            self._coordinator.record_step_time(self._steps - 1, time.perf_counter() - self._began)
+        coordinator = None if self._controller is None else self._controller.coordinator
+        if self._began is not None and coordinator is not None:
+            coordinator.record_step_time(self._steps - 1, time.perf_counter() - self._began)
         self._began = None
-
-    def __repr__(self) -> str:
-        """Describe what is converted, the step and the map in force."""
-        model, rows = type(self._structure.model).__name__, self.registry.rows
-        gemms = ", ".join(f"{count} {fmt}" for fmt, count in self.map.counts(self.registry.names).items())
-        return f"PlainSnip({model}, {len(rows)} linears, step {self._steps}, map {self.map.version}: GEMMs in {gemms})"
 
     def summary(self) -> None:
         """Print which linears are sensitive: the harm of each GEMM, by kind and ranked, beside the map's choice."""
@@ -241,13 +230,12 @@ class PlainSnip:
         if config.updates and self._probes is None:
             with self._step(self._steps, loss).undisturbed():
                 host, registry.rows = make_host(self._structure, loss, device)
-            self._probes = ProbeRunner(host, registry, config, weighs_updates=self._weight_divergence)
-        self._coordinator = on_rank_zero(lambda: self._make_coordinator(device))
+            self._probes = ProbeRunner(host, registry, config, weighs_updates=needs_forward_noise(self._request))
         return Controller(
             config,
             registry,
             device,
-            self._coordinator,
+            on_rank_zero(lambda: self._make_coordinator(device)),
             Sinks(),
             clip_grad=0.0,
             restored=self._restored,

@@ -17,7 +17,7 @@ from snip_megatron.planner.memory import FormatsOf, stage_memory
 from snip_megatron.planner.models import Model
 from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.planner.updates import update_cost, update_scale
-from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearRow, Role, fp4_fraction
+from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearRow, fp4_fraction
 from snip_megatron.precision.errors import SnipError, cut, plain_arguments
 from snip_megatron.runtime.config import SnipConfig, backend_of, dominated, resolve
 from snip_megatron.sensitivity.divergence import FloatArray
@@ -32,9 +32,8 @@ PLAN_SCHEMA = "snip.plan/1"
 Body = dict[str, Any]
 
 _SYNTHETIC = (
-    "losses are synthetic (log-normal over four decades, larger for fprop, for linears that end a branch, and in the"
-    " first and the last layers): they show what a budget costs in time and memory, not which GEMMs get which format;"
-    " --statistics uses a run's own"
+    "losses are synthetic (log-normal, larger for fprop): they show what a budget costs in time and memory, not which"
+    " GEMMs get which format; --statistics uses a run's own"
 )
 _UNIFORM = (
     "losses are not known before a run: the map is the fastest uniform one, which every measured dense model took at"
@@ -113,24 +112,15 @@ _FORMAT_LOSS: Mapping[Format, float] = {
 }  # fmt: skip
 """The loss of a format relative to fp4. A variant loses what its base does."""
 _MEDIAN_LOSS = 1e-5  # of an fp4 option, roughly in nats
-_WRITES, _MLP = 2.0, 1.8  # factors of linears that end a branch, and of those outside of attention
 _GEMM = (10.0, 3.0, 1.0)  # factors of fprop, dgrad, wgrad
-_SPREAD, _FORMAT_SPREAD = 1.5, 0.3
+_SPREAD = 1.5
 
 
 def synthetic_losses(rows: Sequence[LinearRow], formats: Sequence[Format]) -> FloatArray:
     """Return losses, float64 [linears, 3, formats]."""
-    rng = np.random.default_rng(1)
-    block = np.array([row.sub_block // 2 for row in rows])
-    depth = 1 + 0.8 * np.exp(-block / 4) + 0.5 * np.exp((block - max(block)) / 4)
-    writes = np.array([_WRITES if row.role is Role.WRITES else 1.0 for row in rows])
-    kind = writes * np.array([1.0 if "attention" in row.id.path else _MLP for row in rows])
-    draws = np.exp(rng.normal(0, _SPREAD, (len(rows), len(Gemm))))
-    loss = _MEDIAN_LOSS * (depth * kind)[:, None] * np.array(_GEMM) * draws
-    spread = np.exp(rng.normal(0, _FORMAT_SPREAD, (*loss.shape, len(_FORMAT_LOSS))))
-    drawn = list(_FORMAT_LOSS)
+    draws = np.exp(np.random.default_rng(1).normal(0, _SPREAD, (len(rows), len(Gemm))))
     relative = np.array([_FORMAT_LOSS[fmt.base] for fmt in formats])
-    losses: FloatArray = loss[..., None] * (relative * spread[..., [drawn.index(fmt.base) for fmt in formats]])
+    losses: FloatArray = (_MEDIAN_LOSS * np.array(_GEMM) * draws)[..., None] * relative
     return losses
 
 

@@ -1,4 +1,4 @@
-"""``snip report RUN --live``: serves the page about a running job, and renders it again as the run continues.
+"""``snip report RUN --live``: serves the page about a running job, rendered for each request.
 
 The server reads the run directory, so it can run on any machine that shares the file system with the job. It listens on
 the loopback address only. ``ssh -L`` forwards the page to another machine. The address contains a secret, because other
@@ -10,20 +10,16 @@ import contextlib
 import gzip
 import hmac
 import secrets
-import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.report import render
-from snip_megatron.runtime.run_data import CONFIG, EVENTS, METRICS, load_run
+from snip_megatron.runtime.run_data import load_run
 
 PORT = 8765
 REFRESH_S = 15
-MAX_AGE_S = 60
-"""A request renders the page again if the run has recorded something, or if the page is older than this."""
 
 
 class LiveServer:
@@ -34,9 +30,6 @@ class LiveServer:
 
     def __init__(self, run: Path | str, port: int = PORT) -> None:
         self._run = Path(run)
-        self._lock = threading.Lock()
-        self._state: object = None  # of the run's files when the page was rendered
-        self._page = b""
         self.compressed_page()  # an error ends the command, not the first request
         self.secret = secrets.token_urlsafe(12)
         try:
@@ -48,13 +41,9 @@ class LiveServer:
         self.url = f"http://127.0.0.1:{self.port}/{self.secret}/"
 
     def compressed_page(self) -> bytes:
-        """Return the page, compressed by gzip. Raises SnipError if the run directory cannot be read."""
-        with self._lock:
-            state = (time.time() // MAX_AGE_S, *(_file_state(self._run / name) for name in (CONFIG, EVENTS, METRICS)))
-            if state != self._state:
-                text = render(load_run(self._run), live=True)
-                self._page, self._state = gzip.compress(text.encode("utf-8", errors="replace"), compresslevel=5), state
-            return self._page
+        """Return the page of now, compressed by gzip. Raises SnipError if the run directory cannot be read."""
+        page = render(load_run(self._run), live=True)
+        return gzip.compress(page.encode("utf-8", errors="replace"), compresslevel=5)
 
     def serve(self) -> None:
         try:
@@ -64,15 +53,6 @@ class LiveServer:
 
     def close(self) -> None:
         self.http.shutdown()
-
-
-def _file_state(path: Path) -> tuple[int, int]:
-    """Return size and time of a file, or zeros if it cannot be read."""
-    try:
-        status = path.stat()
-    except OSError:
-        return 0, 0
-    return status.st_size, status.st_mtime_ns
 
 
 def _handler(server: LiveServer) -> type[BaseHTTPRequestHandler]:

@@ -104,19 +104,19 @@ def _blame(passes: Passes, blame: Blame, folder: Path, state: StateCheck) -> Bla
     # The job's own kernels run first, as a training's first step does after loading.
     check = KernelCheck(job.formats_of, job.numerics, job.bound)
     effects = RoundingEffects(job.formats_of, job.numerics, passes.registry.names, passes.host.device)
-    timed_check, timed_effects = passes.until(_KERNELS_END, check), passes.until(_EFFECTS_END, effects)
-    with state(check), job.watch(context, timed_check):
+    check.end, effects.end = passes.end(_KERNELS_END), passes.end(_EFFECTS_END)
+    with state(check), job.watch(context, check):
         gradients = passes.gradients()
     results = {"kernels": PassResult(passes.losses(), gradients)}
     if not passes.is_late:
         with passes.forced(lambda _: ALL_BF16):
             losses = passes.losses()
-            with watched(context, timed_effects):
+            with watched(context, effects):
                 results["bf16"] = PassResult(losses, passes.gradients())
         if not passes.is_late:
             with passes.forced(job.formats_of):
                 results["reference"] = PassResult(passes.losses(), passes.gradients())
-    is_late = passes.on_any_rank("reference" not in results or timed_check.is_late or timed_effects.is_late)
+    is_late = passes.on_any_rank("reference" not in results or check.is_late or effects.is_late)
     figures = {name: passes.figures(results[name]) for name in PASSES if name in results}
     fault, is_local = first_of_ranks(check.first)
     blame = dataclasses.replace(blame, passes=figures)

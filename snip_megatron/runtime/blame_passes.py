@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from snip_megatron.runtime.exact_products import EXACT, ExactBackend
 from snip_megatron.runtime.exchange import all_reduced, is_true_on_any
 from snip_megatron.runtime.gemm_check import BOUND
 from snip_megatron.runtime.host import Host, HostStep
-from snip_megatron.runtime.watched import Product, Watcher, watched
+from snip_megatron.runtime.watched import Watcher, watched
 from snip_megatron.sensitivity.blame import UNFINISHED, Blame, Checkpoint, PassFigures, Weights
 
 HEALTHY_RISE = {4: 0.05, 8: 0.004, 16: 0.0}
@@ -145,9 +145,9 @@ class Passes:
         """Return whether ``flag`` is true on a rank."""
         return is_true_on_any(flag, self.host.device)
 
-    def until(self, share: float, watcher: Watcher) -> "TimedWatcher":
-        """Return a watcher that passes products on until a share of the time has gone."""
-        return TimedWatcher(watcher, self._started + share * self.seconds)
+    def end(self, share: float) -> float:
+        """Return the value of ``time.monotonic()`` when a share of the time has gone."""
+        return self._started + share * self.seconds
 
     # -- figures -----------------------------------------------------------------------------------------------
     def figures(self, result: PassResult) -> PassFigures:
@@ -192,33 +192,3 @@ class Passes:
         for row in rows if self.host.groups.tp_rank == 0 else ():
             sums += row
         return list(all_reduced(sums).tolist())
-
-
-class TimedWatcher(Watcher):
-    """Passes products to another watcher until ``end`` on the clock of a tensor parallel rank.
-
-    The ranks of a group agree about each product, because comparing one is a collective of the group.
-    """
-
-    def __init__(self, watcher: Watcher, end: float) -> None:
-        super().__init__(watcher.formats_of)
-        self._watcher, self._end, self.is_late = watcher, end, False
-
-    def on_result(self, product: Product, *arguments: Any) -> None:
-        if not self._has_ended(product):
-            self._watcher.on_result(product, *arguments)
-
-    def on_gather(self, product: Product, x: torch.Tensor) -> None:
-        if not self._has_ended(product):
-            self._watcher.on_gather(product, x)
-
-    def on_backward(self, product: Product, gradient: torch.Tensor) -> None:
-        if not self._has_ended(product):
-            self._watcher.on_backward(product, gradient)
-
-    def _has_ended(self, product: Product) -> bool:
-        self.is_late = self.is_late or time.monotonic() > self._end
-        group = product.handle.tp_group
-        if group is not None and math.isfinite(self._end):
-            self.is_late = is_true_on_any(self.is_late, product.weight.device, group)
-        return self.is_late

@@ -146,6 +146,8 @@ class KernelCheck(Watcher):
 
     def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
         """Compare one product."""
+        if not self.receives(product):
+            return
         handle, noise = product.handle, 0.0
         call = self._calls[handle.name, handle.expert, gemm]
         self._calls[handle.name, handle.expert, gemm] += 1
@@ -182,6 +184,8 @@ class KernelCheck(Watcher):
 
     def on_gather(self, product: Product, x: Tensor) -> None:
         """Compare the tokens that a linear has gathered with another gather of them. Collective."""
+        if not self.receives(product):
+            return
         handle, expected = product.handle, product.x()
         compared = difference(expected, x, GATHERED)
         if compared is None or not compared.is_fault:
@@ -250,7 +254,8 @@ class KernelCheck(Watcher):
 
     def on_backward(self, product: Product, gradient: Tensor) -> None:
         """Compare the sum of input gradients, if the linear computes one. Collective."""
-        self.on_sum(product.handle, Gemm.DGRAD, gradient)
+        if self.receives(product):
+            self.on_sum(product.handle, Gemm.DGRAD, gradient)
 
 
 @dataclass
@@ -288,6 +293,8 @@ class RoundingEffects(Watcher):
 
     def on_backward(self, product: Product, gradient: Tensor) -> None:
         """Add the effects of the three GEMMs of one microbatch."""
+        if not self.receives(product):
+            return
         handle = product.handle
         numerics = self._numerics.of(handle, after_backward=True)
         for index, (gemm, fmt) in enumerate(zip(Gemm, product.formats, strict=True)):

@@ -6,6 +6,8 @@ kernels. Only SwiGLU between two linears of grouped experts runs apart from quan
 returns no product that could be compared. Training does not use this module.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -30,6 +32,7 @@ from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
 from snip_megatron.numerics.quantize.swiglu import swiglu as plain_swiglu
 from snip_megatron.numerics.quantize.swiglu import swiglu_gradient as plain_gradient
 from snip_megatron.precision import Format, Formats, Gemm
+from snip_megatron.runtime.exchange import is_true_on_any
 
 FormatsOf = Callable[[LinearHandle], Formats]
 
@@ -128,10 +131,20 @@ class Watcher:
 
     Attributes:
         formats_of: Returns the formats of the job.
+        end: The value of ``time.monotonic()`` after which no more products are received. Infinite by default.
+        is_late: Whether a product came later.
     """
 
     def __init__(self, formats_of: FormatsOf) -> None:
-        self.formats_of = formats_of
+        self.formats_of, self.end, self.is_late = formats_of, math.inf, False
+
+    def receives(self, product: Product) -> bool:
+        """Return whether a product comes in time. Collective of tensor parallel ranks, which compare it together."""
+        self.is_late = self.is_late or time.monotonic() > self.end
+        group = product.handle.tp_group
+        if group is not None and math.isfinite(self.end):
+            self.is_late = is_true_on_any(self.is_late, product.weight.device, group)
+        return not self.is_late
 
     def on_result(self, product: Product, gemm: Gemm, result: Tensor, before: Tensor | None, library: str) -> None:
         """Compare a result. That of wgrad has been added to ``before``, if given."""
