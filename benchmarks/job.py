@@ -16,9 +16,9 @@ the milliseconds of a step under the last map: those of the run's own steps in b
 say that the map saves.
 
 ``qwen3-moe`` and ``deepseek-moe`` have experts. Their trainings run grouped GEMMs, Megatron's fusions of router,
-permutation and loss, no checks for NaN, Transformer Engine's formats with the padding that they need (by the experts,
-or by the router in ``*_routed``), CUDA graphs without the experts. ``--graphs experts`` are Transformer Engine's of
-whole layers.
+permutation and loss, no checks for NaN (``--nan-checks`` keeps them), Transformer Engine's formats with the padding
+that they need (by the experts, or by the router in ``*_routed``), CUDA graphs without the experts. ``--graphs experts``
+are Transformer Engine's of whole layers.
 
 ``fused`` in the result has what a training of SNIP says of its fusions.
 
@@ -57,7 +57,7 @@ import torch
 
 from benchmarks.common import ROOT, header, step_times, write
 from benchmarks.jobs import kernels as job_kernels
-from benchmarks.jobs.contenders import CONTENDERS, EXTRA, MODELS, ROUTER_PADS
+from benchmarks.jobs.contenders import CONTENDERS, EXTRA, MODELS, NO_CHECKS, ROUTER_PADS
 from benchmarks.jobs.multi_gpu import has_transformer_engine
 from benchmarks.jobs.multi_gpu_runs import LLAMA
 from benchmarks.jobs.turns import Outcome, Training
@@ -82,6 +82,15 @@ class Turn:
     @property
     def name(self) -> str:
         return self.contender if self.graphs is None else f"{self.contender}:{self.graphs}"
+
+
+def model_arguments(arguments: argparse.Namespace) -> list[str]:
+    """Return Megatron's arguments of the model that the command names."""
+    shapes = list(MODELS[arguments.model].arguments)
+    if arguments.nan_checks and NO_CHECKS[0] in shapes:
+        first = shapes.index(NO_CHECKS[0])
+        del shapes[first : first + len(NO_CHECKS)]
+    return shapes
 
 
 class Job:
@@ -123,7 +132,7 @@ class Job:
     # -- arguments of a training -------------------------------------------------------------------------------
     def _arguments_of(self, turn: Turn, folder: Path) -> list[str]:
         contender, steps = CONTENDERS[turn.contender], self._arguments.steps
-        arguments = [*LLAMA, *self._model.arguments, "--train-iters", str(steps), *contender.arguments]
+        arguments = [*LLAMA, *model_arguments(self._arguments), "--train-iters", str(steps), *contender.arguments]
         if self._arguments.data is not None:
             arguments.remove("--mock-data")
             arguments += ["--data-path", str(self._arguments.data), "--split", "99,1,0"]
@@ -319,6 +328,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="all trainings add weight gradients in the GEMM, as where Apex is installed",
     )
+    parser.add_argument(
+        "--nan-checks", action="store_true", help="mixtures too train with Megatron's checks for NaN, its default"
+    )
     parser.add_argument("--beside", type=int, default=8, help="trainings that start side by side")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds a training may take")
     parser.add_argument("--deadline", type=float, help="seconds after which no training begins any more")
@@ -349,7 +361,7 @@ def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.mo
         "model": arguments.model,
         "gpus": arguments.gpus,
         "fused_accumulation": arguments.fused_accumulation,
-        "arguments": [*MODELS[arguments.model].arguments, *arguments.megatron],
+        "arguments": [*model_arguments(arguments), *arguments.megatron],
     }
     table = Table(head, arguments.out)
     with contextlib.ExitStack() as stack:

@@ -29,14 +29,18 @@ def _model(layers: int, *shape: int, vocab: int = 32000) -> Model:
     return Model([*sizes(layers, *shape), "--vocab-size", str(vocab)])
 
 
+NO_CHECKS = ("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled")
+"""Megatron's arguments against its checks for NaN, for which the host waits in every step."""
+
+
 def _experts(layers: int, *shape: int, experts: str, vocab: int = 32000) -> Model:
     """Return a model with experts: grouped GEMMs, and Megatron's fusions of router and permutation.
 
     Without the checks the host prepares the optimizer's step, of a thousand weights, while the GPU still computes.
     """
-    more = """
+    more = f"""
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall
-    --no-check-for-nan-in-loss-and-grad --rerun-mode disabled --cross-entropy-loss-fusion
+    {shlex.join(NO_CHECKS)} --cross-entropy-loss-fusion
     """
     return Model(
         [*_model(layers, *shape, vocab=vocab).arguments, *shlex.split(experts), *shlex.split(more)],

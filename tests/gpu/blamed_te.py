@@ -1,12 +1,17 @@
-"""The training entry, in which one GEMM of Transformer Engine loses rows: ``python -m blamed_te`` with ``FAULT=dgrad``.
+"""The training entry with another ``general_gemm`` of Transformer Engine: ``python -m blamed_te``.
 
-The fault is that of the first layer's ``linear_fc2``, found by the shape of its weight.
+``FAULT=dgrad`` loses rows of the dgrads of ``linear_fc2``, found by the shape of its weight. ``COUNTS=FILE`` writes how
+many fprops had a weight of each shape, quantised and not.
 """
 
+import json
 import os
 import sys
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import torch
 import transformer_engine.pytorch.module.linear as te_linear
 
 from snip_megatron import pretrain_gpt
@@ -22,7 +27,23 @@ def broken(a: Any, b: Any, *others: Any, **named: Any) -> Any:
     return result
 
 
+counts: Counter[str] = Counter()
+
+
+def counted(weight: Any, *others: Any, **named: Any) -> Any:
+    """Return what ``general_gemm`` does, and count the fprops."""
+    if not named.get("grad"):
+        plain = type(weight) in {torch.Tensor, torch.nn.Parameter}
+        counts[f"{'x'.join(map(str, weight.size()))} {'plain' if plain else 'quantised'}"] += 1
+    return _run(weight, *others, **named)
+
+
 if __name__ == "__main__":
     if os.environ.get("FAULT") == "dgrad":
         te_linear.general_gemm = broken
-    sys.exit(pretrain_gpt.main())
+    if "COUNTS" in os.environ:
+        te_linear.general_gemm = counted
+    code = pretrain_gpt.main()
+    if "COUNTS" in os.environ:
+        Path(os.environ["COUNTS"]).write_text(json.dumps(counts))
+    sys.exit(code)

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from snip_megatron.precision import Format, LinearId
+from snip_megatron.precision.recipes import stage_file
+
 pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -90,6 +93,18 @@ def test_a_gemm_that_loses_rows_is_a_bug(tmp_path: Path) -> None:
     assert result["verdict"] == "bug"
     assert (result["bug"]["linear"], result["bug"]["gemm"]) == ("decoder.layers.1.mlp.linear_fc2", "dgrad")
     assert "rows 240-255" in result["bug"]["where"]
+
+
+def test_the_file_of_a_remedy_leaves_the_culprit_alone_in_bf16(tmp_path: Path) -> None:
+    culprit = LinearId.parse("decoder.layers.1.mlp.linear_fc2")
+    tmp_path.joinpath("remedy.yaml").write_text(stage_file({culprit: Format.BF16}, 0, range(2), 1))
+    job = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--te-precision-config-file", "remedy.yaml"]
+    started(tmp_path, *job, "--train-iters", "3", module="blamed_te", COUNTS=str(tmp_path / "counts.json"))
+    counts = json.loads(tmp_path.joinpath("counts.json").read_text())
+    assert (
+        counts[f"{HIDDEN}x{FFN} plain"] == counts[f"{HIDDEN}x{FFN} quantised"] == 6
+    )  # two microbatches of three steps
+    assert f"{HIDDEN}x{HIDDEN} plain" not in counts
 
 
 def test_recipes_of_other_cards_are_refused_in_a_line(tmp_path: Path) -> None:
