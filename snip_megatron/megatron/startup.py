@@ -35,7 +35,6 @@ EXIT_CODE_FILE = "SNIP_EXIT_CODE_FILE"
 
 #: Seconds that the first rank of another node waits for rank 0 to print an error, half of what all others wait.
 _PATIENCE = 20.0
-_PATIENCE_WITH_RANK_ZERO = 3.0  # of ranks that know that rank 0 prints the error
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,6 @@ def report(error: SnipError, program: str) -> None:
     """
     note_exit_code(error.exit_code)
     if isinstance(error, AgreedError):
-        if not error.printed:  # rank 0 does, unless the launcher sees this rank end first
-            time.sleep(_PATIENCE_WITH_RANK_ZERO)
         return
     rank = "" if is_rank_zero() else f"[rank {os.environ['RANK']}] "
     if not getattr(error, "is_cause", is_rank_zero()):

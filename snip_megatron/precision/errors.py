@@ -30,11 +30,7 @@ class SnipError(Exception):
 
 
 class AgreedError(SnipError):
-    """An error that every rank raises. ``printed`` says whether rank 0 has printed it."""
-
-    def __init__(self, message: str, *, exit_code: int, printed: bool) -> None:
-        super().__init__(message, exit_code=exit_code)
-        self.printed = printed
+    """An error that every rank raises, and that rank 0 has printed."""
 
 
 def installed_version(distribution: str) -> str | None:

@@ -261,9 +261,10 @@ def together[T](prepare: Callable[[], tuple[T, Terms]], channel: Channel | None,
     terms = None if prepared is None else prepared[1]
     first: dict[str, str] | None = channel.share(None if terms is None else terms.table)
     differing = {} if terms is None or first is None else differences(terms.table, first)
-    code = 0 if failure is None else failure.exit_code if isinstance(failure, SnipError) else 1
-    error_text = "" if failure is None else describe(failure)
-    reports = channel.collect(_Report(socket.gethostname(), error_text, code, differing))
+    code = failure.exit_code if isinstance(failure, SnipError) else 1
+    reports = channel.collect(
+        _Report(socket.gethostname(), "" if failure is None else describe(failure), code, differing)
+    )
     verdict = None
     if reports is not None:
         settles = terms is not None and terms.use_library is not None
@@ -272,17 +273,15 @@ def together[T](prepare: Callable[[], tuple[T, Terms]], channel: Channel | None,
             print(f"{program}: {verdict.line}", file=sys.stderr, flush=True)
         elif verdict is not None:
             print(f"snip: {verdict.line}", flush=True)
-    shared = channel.share(verdict)
-    verdict = None if shared is None else _Verdict(*shared)
-    if prepared is not None and (verdict is None or not verdict.exit_code):
-        if verdict is not None and prepared[1].use_library is not None:
-            prepared[1].use_library(verdict.library)
+    line, exit_code, rank, library = channel.share(verdict) or _Verdict("", 0, 0)
+    if prepared is not None and not exit_code:
+        if library and prepared[1].use_library is not None:
+            prepared[1].use_library(library)
         return prepared[0]
-    assert verdict is not None
-    if failure is not None and not isinstance(failure, SnipError) and verdict.rank == channel.rank:
+    if failure is not None and not isinstance(failure, SnipError) and rank == channel.rank:
         traceback.print_exception(failure)
     channel.leave()
-    raise AgreedError(verdict.line, exit_code=verdict.exit_code, printed=True) from failure
+    raise AgreedError(line, exit_code=exit_code) from failure
 
 
 def differences(table: Table, first: Table) -> dict[str, str]:
@@ -338,29 +337,7 @@ def _others(what: str, reports: Sequence[_Report], ranks: Sequence[int]) -> str:
 def on_rank_zero[T](make: Callable[[], T]) -> T | None:
     """Return the result of ``make`` on rank 0, and None on the others. Collective of the default process group.
 
-    If ``make`` raises an error, all ranks raise a SnipError with its exit code, which has its type and host. Rank 0
-    raises a SnipError of ``make`` as it is, and prints the traceback of another error.
+    If ``make`` raises an error, all ranks raise an AgreedError as from :func:`together`.
     """
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return make()
-    result: T | None = None
-    failure: Exception | None = None
-    shared: list[tuple[str, int] | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            result = make()
-        except Exception as error:
-            failure = error
-            code = error.exit_code if isinstance(error, SnipError) else 1
-            shared = [(f"rank 0 ({socket.gethostname()}): {describe(error)}", code)]
-    dist.broadcast_object_list(shared)
-    if isinstance(failure, SnipError):
-        raise failure
-    if failure is not None and shared[0] is not None:
-        traceback.print_exception(failure)
-        raise SnipError(shared[0][0], exit_code=1) from failure
-    if shared[0] is not None:
-        raise AgreedError(shared[0][0], exit_code=shared[0][1], printed=False)
-    return result
+    channel = of_group()
+    return together(lambda: (make() if channel is None or channel.rank == 0 else None, Terms({})), channel)
