@@ -79,17 +79,16 @@ class RunDirectory:
     ) -> None:
         self.path = Path(path)
         self.step_s: float | None = None
-        config = jsonable(config)
-        self._body: dict[str, Any] = {"schema": RUN_SCHEMA, "config": config, "facts": facts or {}}
+        self._body: dict[str, Any] = {"schema": RUN_SCHEMA, "config": jsonable(config), "facts": facts or {}}
         self._config = dump_json(self._body).encode()
         try:
             if self.path.exists() and not self.path.is_dir():
                 raise SnipError(f"run directory {self.path}: is a file; choose another --snip-dir")
             take_lock(self.path)
-            changed = _check_earlier_run(self.path, config, overwrite=overwrite, resuming=resume_step is not None)
+            resuming = resume_step is not None
+            changed = _compare_with_earlier_run(self.path, self._body, overwrite=overwrite, resuming=resuming)
             for folder in STEP_FILES:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
-            changed_fact = None if resume_step is None else _changed_fact(self.path, facts or {})
             cut_records = _clear(self.path) if resume_step is None else _cut_back(self.path, resume_step)
             write_atomically(self.path / CONFIG, self._config)
         except (OSError, SnipError) as error:
@@ -104,8 +103,7 @@ class RunDirectory:
         self.writer = Writer(self.path, self._restore_config, self._loss_record)
         atexit.register(self.close)
         if resume_step is not None and (resume_step or cut_records):  # else there is neither checkpoint nor earlier run
-            fields = {"cut_records": cut_records, "changed_key": changed, "changed_fact": changed_fact}
-            self.event(resume_step, "resume", **fields)
+            self.event(resume_step, "resume", cut_records=cut_records, **changed)
             self.writer.flush()  # the account of earlier steps is read before the first one
 
     @property
@@ -240,41 +238,36 @@ def _clear(run: Path) -> int:
     return 0
 
 
-def _check_earlier_run(run: Path, config: Mapping[str, Any], *, overwrite: bool, resuming: bool) -> str | None:
-    """Compare the directory's configuration with ``config``.
+def _compare_with_earlier_run(run: Path, body: Mapping[str, Any], *, overwrite: bool, resuming: bool) -> dict[str, Any]:
+    """Compare the ``config.json`` of the directory with ``body``, the new one.
 
-    Returns the first key that differs. None if the configurations are equal or there is no earlier one. Raises
-    SnipError where records of two runs would be mixed.
+    Returns ``changed_key`` and ``changed_fact``: the first key of the configuration and the first of
+    :data:`SPEED_FACTS` that differ. None if there is no difference, or no earlier run. Raises SnipError where records
+    of two runs would be mixed.
     """
     has_events = (run / EVENTS).exists() and (run / EVENTS).stat().st_size > 0
-    difference: tuple[str, str, str] | None = None
-    fault, remedy = "", "pass --snip-overwrite or another --snip-dir"
-    if (run / CONFIG).exists():
-        try:
-            difference = _first_difference(read_config(run)["config"], config)
-        except SnipError as error:
-            fault = str(error).removeprefix(f"run directory {run}: ")
+    changed: dict[str, str | None] = {"changed_key": None, "changed_fact": None}
+    earlier, fault, remedy = None, "", "pass --snip-overwrite or another --snip-dir"
+    try:
+        earlier = read_config(run) if (run / CONFIG).exists() else None
+    except SnipError as error:
+        fault = str(error).removeprefix(f"run directory {run}: ")
+    if earlier is not None:
+        difference = _first_difference(earlier["config"], body["config"])
         if difference is not None:
-            key, old, new = map(cut, difference)
-            fault = f"belongs to another configuration: {key} is {old} there and {new} here"
-        elif has_events and not resuming and not fault:
+            changed["changed_key"], old, new = difference[0], *map(cut, difference[1:])
+            fault = f"belongs to another configuration: {cut(difference[0])} is {old} there and {new} here"
+        elif has_events and not resuming:
             fault = "holds the events of an earlier run"
             remedy = f"resume from its checkpoint (--load), {remedy}"
-    elif has_events:
+        before, now = earlier["facts"], body["facts"]
+        both = [name for name in SPEED_FACTS if name in before and name in now]
+        changed["changed_fact"] = next((name for name in both if before[name] != jsonable(now[name])), None)
+    elif has_events and not fault:
         fault = f"holds events but no {CONFIG}"
     if fault and not overwrite:
         raise SnipError(f"run directory {run}: {fault}; {remedy}")
-    return difference[0] if difference else None
-
-
-def _changed_fact(run: Path, facts: Mapping[str, Any]) -> str | None:
-    """Return the first of SPEED_FACTS whose value differs from the directory's. None if there is none."""
-    try:
-        earlier = read_config(run)["facts"]
-    except SnipError:  # there is none, or it was broken and is overwritten
-        return None
-    names = [name for name in SPEED_FACTS if name in earlier and name in facts]
-    return next((name for name in names if earlier[name] != jsonable(facts[name])), None)
+    return changed
 
 
 def _first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str, str] | None:
@@ -317,14 +310,9 @@ class Lock:
             return None
 
     @property
-    def is_local(self) -> bool:
-        """Whether the process is, or was, one of this host."""
-        return self.host == socket.gethostname()
-
-    @property
     def has_ended(self) -> bool:
-        """Whether the process is one of this host and has ended."""
-        return self.is_local and _start_ticks(self.process) != self.born
+        """Whether the process was one of this host and has ended."""
+        return self.host == socket.gethostname() and _start_ticks(self.process) != self.born
 
     @property
     def is_mine(self) -> bool:
@@ -338,9 +326,10 @@ class Lock:
         On its own host a lock is stale if its process has ended. A lock of another host is stale if it belongs to an
         earlier start of the same job, which SLURM or torchrun has ended before it started this one.
         """
-        if self.is_local:
+        this = Lock.of_this_process()
+        if self.host == this.host:
             return self.has_ended or self.is_mine
-        return self.job is not None and self.job == Lock.of_this_process().job
+        return self.job is not None and self.job == this.job
 
     def __str__(self) -> str:
         job = "" if self.job is None else f" of job {cut(self.job)}"
@@ -388,7 +377,8 @@ def _take(path: Path, part: Path) -> None:
             continue
         other = Lock.parse(content)
         if other is not None and not other.is_stale:
-            runs, remedy = (", which still runs", "") if other.is_local else ("", f"; if it is dead, remove {path}")
+            is_local = other.host == socket.gethostname()
+            runs, remedy = (", which still runs", "") if is_local else ("", f"; if it is dead, remove {path}")
             raise SnipError(
                 f"run directory {path.parent}: belongs to {other}{runs}; end it or choose another --snip-dir{remedy}"
             )
