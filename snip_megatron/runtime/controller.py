@@ -31,7 +31,7 @@ from snip_megatron.runtime.guard import Alarm, Guard, GuardState
 from snip_megatron.runtime.host import ProbeResult, Sink
 from snip_megatron.runtime.rise import Comparison, Rise, bound_of
 from snip_megatron.runtime.solving import Candidate
-from snip_megatron.runtime.state import ControllerState, Goal, Pending, ScheduleState, Timeline
+from snip_megatron.runtime.state import ControllerState, Pending, ScheduleState, Timeline
 from snip_megatron.runtime.warmup import WarmUp
 from snip_megatron.sensitivity.policies import in_nats
 from snip_megatron.sensitivity.table import StatisticsTable
@@ -207,7 +207,6 @@ class Controller:
             self._adopt(step, self._channel.agree(restored))
         if not self.config.updates:
             self.state.pending = None
-        self._compare_goal(step)
         pending = self.state.pending
         if pending is not None and self.coordinator is not None:
             self._submit(pending)
@@ -246,24 +245,6 @@ class Controller:
         fixed = None if self.state.plan is not None else self._schedule.fixed_plan(step)
         if fixed is not None:
             self._take_plan(step, self._channel.agree(fixed))
-
-    def _compare_goal(self, step: int) -> None:
-        """Compare the goal of this run with the checkpoint's. If they differ, say how long the old maps stay.
-
-        An update that is undecided is solved for the new goal and the phases of the new schedule.
-        """
-        goal, state = Goal.of(self.config), self.state
-        changed = "" if state.goal is None else goal.difference(state.goal)
-        state.goal = goal
-        if not changed or not self.config.updates:
-            return
-        if state.pending is not None:
-            state.pending.phases = self._schedule.request(step, state.pending.due, self.registry.current)
-        if state.precision_map is not None:
-            what = "map" if state.plan is None else "plan"
-            self._say(
-                f"the checkpoint is of a run with {changed}: its {what} goes on until the next update's is adopted"
-            )
 
     def _next_phase(self, step: int, measure: Measure | None = None) -> None:
         """Adopt the map of the phase that begins before ``step``. Its rise is recorded, and decides nothing."""

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.precision.errors import cut, located
+from snip_megatron.precision.errors import located
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan, Schedule
 from snip_megatron.precision.strict_json import JsonFields, check_schema, read_object
-from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import StepFigures
 from snip_megatron.runtime.guard import Alarm, GuardState
 from snip_megatron.runtime.solving import Candidate
@@ -25,24 +24,6 @@ from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 
 STATE_SCHEMA = "snip.state/2"
-
-
-@dataclass(frozen=True)
-class Goal(JsonFields):
-    """The goal of a run's maps. A resumed run may have another one."""
-
-    budget: str  # the text of ``--snip-budget``
-    schedule: str  # the text of the phases, ``static`` if there are none
-
-    @classmethod
-    def of(cls, config: SnipConfig) -> Goal:
-        return cls(str(config.budget), "static" if config.phases is None else config.phases.to_json())
-
-    def difference(self, before: Goal) -> str:
-        """Return the arguments of ``before`` that differ here. Empty if none does."""
-        budget = f"--snip-budget {cut(before.budget)}" if before.budget != self.budget else ""
-        schedule = "another --snip-schedule" if before.schedule != self.schedule else ""
-        return " and ".join(filter(None, (budget, schedule)))
 
 
 @dataclass
@@ -104,7 +85,6 @@ class ControllerState(JsonFields):
     in_flight: StepFigures | None = None
     spent: BudgetSpent | None = None  # what past steps contribute to the average over the run
     plan: PrecisionPlan | None = None  # the maps of the remaining phases. None if the map stays until the next update
-    goal: Goal | None = None  # the goal of the run's maps
     sequences: int | None = None  # sequences of a microbatch that the probes of the latest update took
     postponed: int | None = None  # the step before which an update starts that had to wait for kernels or was dropped
     failures: int = 0  # number of updates in a row that were dropped
@@ -123,7 +103,8 @@ class ControllerState(JsonFields):
         with located("SNIP state in the checkpoint"):
             body = read_object(content)
             check_schema(body, STATE_SCHEMA)
-            return cls.from_dict({name: value for name, value in body.items() if name != "schema"}, "state")
+            unread = "schema", "goal"  # the latter: of earlier commits
+            return cls.from_dict({name: value for name, value in body.items() if name not in unread}, "state")
 
 
 # -- maps that depend on time ----------------------------------------------------------------------------------------
