@@ -28,7 +28,7 @@ from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.grouped import GroupedCall, GroupedLinear, gradient_spec, transform_of
 from snip_megatron.numerics.products.backend import FlatOperand, GemmBackend, matrix
 from snip_megatron.numerics.products.grouped import GroupLoop, of_expert
-from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.numerics.quantize.swiglu import swiglu as plain_swiglu
 from snip_megatron.numerics.quantize.swiglu import swiglu_gradient as plain_gradient
 from snip_megatron.precision import Format, Formats, Gemm
@@ -157,27 +157,20 @@ class Watcher:
 
 
 # -- while a pass runs -------------------------------------------------------------------------------------------------
-class _WatchedBackend(GemmBackend):
+class _WatchedBackend:
     """The job's backend, which passes every product to a watcher."""
 
     def __init__(self, inner: GemmBackend, watcher: Watcher) -> None:
         self.inner, self.watcher = inner, watcher
-        self.name, self.products, self.fuses_swiglu = inner.name, inner.products, inner.fuses_swiglu
         self.running: Product | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def _report(self, gemm: Gemm, result: Tensor, before: Tensor | None = None) -> None:
         if self.running is not None:
-            library = self.inner.products or self.name
+            library = self.inner.products or self.inner.name
             self.watcher.on_result(self.running, gemm, result.detach(), before, library)
-
-    def swiglu_kernel(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.swiglu_kernel(*args, **kwargs)
-
-    def swiglu(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.swiglu(*args, **kwargs)
-
-    def quantize(self, *args: Any, **kwargs: Any) -> OperandPair:
-        return self.inner.quantize(*args, **kwargs)
 
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         before = None if out is None or gemm is not Gemm.WGRAD else out.clone()
@@ -199,8 +192,8 @@ class _WatchedBackend(GemmBackend):
         self._report(Gemm.WGRAD, grad_weight, before)
         return d, grad_weight
 
-    def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
-        return _UnfusedGroups(self.inner.grouped(n, k, dtype))  # type: ignore[return-value]
+    def grouped(self, n: int, k: int, dtype: torch.dtype) -> "_UnfusedGroups":
+        return _UnfusedGroups(self.inner.grouped(n, k, dtype))
 
 
 @contextmanager
@@ -230,7 +223,7 @@ def watched(context: StepContext, watcher: Watcher) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.callback(setattr, context, "backend", inner)
-        context.backend = backend
+        context.backend = backend  # type: ignore[assignment]
         _replace(stack, QuantizedLinear, forward=staticmethod(forward), backward=staticmethod(backward))
         _replace(stack, GroupedLinear, **_functions_of_experts(watcher, inner.products or inner.name))
         _keep_sources(stack)

@@ -2,16 +2,10 @@
 
 import json
 
-import pytest
-from scripted_controller import Run, Script, planned
-
-from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.precision.phases import AUTO
+from snip_megatron.precision import PrecisionMap
 from snip_megatron.runtime.exchange import StepFigures
 from snip_megatron.runtime.guard import Alarm, GuardState
-from snip_megatron.runtime.state import BudgetSpent, ControllerState, Timeline
-
-pytestmark = pytest.mark.usefixtures("one_rank")
+from snip_megatron.runtime.state import BudgetSpent, ControllerState
 
 FULL = ControllerState(
     grad_norm=1.5,
@@ -29,16 +23,3 @@ def test_every_part_is_the_same_afterwards() -> None:
 def test_a_goal_that_an_earlier_commit_stored_is_left_out() -> None:
     body = {**json.loads(FULL.to_bytes()), "goal": {"budget": "fp4=0.5", "schedule": "static"}}
     assert ControllerState.from_bytes(json.dumps(body).encode()) == FULL
-
-
-def test_a_run_without_phases_solves_an_undecided_update_for_one_map() -> None:
-    """The checkpoint lies between the second update's probe before step 12 and its decision at 14."""
-    answer = planned(1, 40, at_4=Format.FP4, at_20=Format.FP8)
-    before = Run(Script({1: [answer]}), timeline=Timeline(40, AUTO), schedule="auto", update_interval=10)
-    before.steps(0, 13)
-    state = ControllerState.from_bytes(before.controller.state_to_save())
-    assert state.pending is not None
-    assert state.pending.phases is not None
-    after = Run(Script(), state, timeline=Timeline(40), update_interval=10)
-    after.steps(13, 14)
-    assert after.script.phases == [None]
