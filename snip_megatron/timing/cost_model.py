@@ -91,12 +91,14 @@ class CostModel:
             " measured shapes by multilinear interpolation of log rates",
             "one microbatch after the other: nothing of a linear overlaps with anything else",
         )
-        self._gemms = LogGrid(table.gemms)
-        self._activations = LogGrid(table.activations) if table.activations else None
-        self._weights = LogGrid(table.weights) if table.weights else None
-        grouped = table.grouped
-        parts = set.intersection(*map(set, grouped.values())) if grouped else ()
-        self._grouped = {part: LogGrid(grouped, work) for part, work in _GROUP_WORK.items() if part in parts}
+        rows: dict[str, Mapping[Point, Any]] = {"gemms": table.gemms, "weights": table.weights}
+        rows |= {operand: {size: row[operand] for size, row in table.activations.items()} for operand in OPERANDS}
+        self._linear = {part: LogGrid(times) for part, times in rows.items() if times}
+        self._grouped = {
+            part: LogGrid({size: row[part] for size, row in table.grouped.items()}, work)
+            for part, work in _GROUP_WORK.items()
+            if table.grouped and all(part in row for row in table.grouped.values())
+        }
 
     # -- a step --------------------------------------------------------------------------------------------------
     def seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
@@ -107,18 +109,15 @@ class CostModel:
         time = self.gemm_seconds(shape, gemm, fmt)
         once = 0.0
         if fmt is not Format.BF16:
-            x, g = self._input(shape, fmt), self._quantise("gradient", shape, shape.n, fmt)
-            if gemm is Gemm.FPROP:
-                time += self._portion(shape, fmt, "input", x, 0)
-            elif gemm is Gemm.DGRAD:
-                time += self._portion(shape, fmt, "gradient", g, 0)
+            if gemm is Gemm.WGRAD:
+                time += self._portion(shape, fmt, "input", 1) + self._portion(shape, fmt, "gradient", 1)
             else:
-                time += self._portion(shape, fmt, "input", x, 1) + self._portion(shape, fmt, "gradient", g, 1)
-            once = 0.0 if gemm is Gemm.WGRAD else self._weight(shape, fmt)
+                time += self._portion(shape, fmt, "input" if gemm is Gemm.FPROP else "gradient", 0)
+                once = self._weight(shape, fmt)
         elif gemm is Gemm.WGRAD and not shape.fused_accumulation:  # Megatron's own linear adds ∇W outside of its GEMM
             time += accumulation_seconds(shape.n * shape.k, self._copy_rate)
         if gemm is Gemm.FPROP and shape.forwards > 1:  # recomputation quantises X for fprop only
-            alone = 0.0 if fmt is Format.BF16 else self._input(shape, fmt)[0]
+            alone = 0.0 if fmt is Format.BF16 else self._quantise(shape, fmt, "input")[0]
             time += (shape.forwards - 1) * (self.gemm_seconds(shape, Gemm.FPROP, fmt) + alone)
         return shape.microbatches * time + shape.matrices * once
 
@@ -128,10 +127,10 @@ class CostModel:
         """
         if fmt is Format.BF16 or gemm is Gemm.WGRAD:
             return 0.0
-        operand, features = ("input", shape.k) if gemm is Gemm.FPROP else ("gradient", shape.n)
+        operand = "input" if gemm is Gemm.FPROP else "gradient"
         if (self._is_grouped(shape) and shape.fused == operand) or (operand == "input" and shape.gathered):
             return 0.0
-        first, second, both = self._quantise(operand, shape, features, fmt)
+        first, second, both = self._quantise(shape, fmt, operand)
         return shape.microbatches * max(0.0, first + second - both)
 
     def stock(self, shape: LinearShape) -> float:
@@ -142,13 +141,13 @@ class CostModel:
         if not shape.grouped or STOCK not in self._grouped:
             return 0.0
         grouped = math.fsum(self.gemm_seconds(shape, gemm, Format.BF16) for gemm in Gemm)
-        return shape.microbatches * max(0.0, self._share(shape, STOCK, lambda times: times[Format.BF16]) - grouped)
+        return shape.microbatches * max(0.0, self._seconds(shape, STOCK, lambda times: times[Format.BF16]) - grouped)
 
     def extrapolated(self, shape: LinearShape) -> bool:
         """Return whether ``shape`` lies outside of the measured range."""
         if self._is_grouped(shape):
             return self._grouped["gemms"].place(shape.group).extrapolated
-        return shape.grouped or self._gemms.place((shape.tokens, shape.n, shape.k)).extrapolated
+        return shape.grouped or self._linear["gemms"].place((shape.tokens, shape.n, shape.k)).extrapolated
 
     # -- single calls --------------------------------------------------------------------------------------------
     def gemm_seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
@@ -157,58 +156,47 @@ class CostModel:
         What leaves an MLP of experts, Y of its second linear and ∂L/∂X of its first, is copied to rows without padding.
         """
         fmt, place = self._known(fmt), _GEMMS.index(gemm)
-        if self._is_grouped(shape):
-            leaves = {"input": (Gemm.FPROP, shape.n), "gradient": (Gemm.DGRAD, shape.k)}
-            last, features = leaves.get(shape.fused or "", (gemm, 0))
-            copied = _COPIED_BYTES * shape.tokens * features if gemm is last else 0
-            return self._share(shape, "gemms", lambda times: times[fmt][place]) + copied / (
-                self._copy_rate or STATED_COPY
-            )
-        return self._gemms.seconds((shape.tokens, shape.n, shape.k), lambda row: row[fmt][place])
+        seconds = self._seconds(shape, "gemms", lambda times: times[fmt][place])
+        leaves = {"input": (Gemm.FPROP, shape.n), "gradient": (Gemm.DGRAD, shape.k)}
+        last, features = leaves.get(shape.fused or "", (None, 0))
+        if gemm is last and self._is_grouped(shape):
+            seconds += _COPIED_BYTES * shape.tokens * features / (self._copy_rate or STATED_COPY)
+        return seconds
 
     def _is_grouped(self, shape: LinearShape) -> bool:
         """Return whether the shape has the times of grouped GEMMs: a table without any has those of one expert."""
         return shape.grouped and bool(self._grouped)
 
-    def _share(self, shape: LinearShape, part: str, of: Callable[[Any], float]) -> float:
-        """Return the seconds of one of the matrices of a grouped linear."""
-        return self._grouped[part].seconds(shape.group, lambda row: of(row[part])) / shape.matrices
+    def _seconds(self, shape: LinearShape, part: str, of: Callable[[Any], float]) -> float:
+        """Return the seconds of a part of the table for one matrix. ``of`` reads what was measured at a size."""
+        if self._is_grouped(shape):
+            return self._grouped[part].seconds(shape.group, of) / shape.matrices
+        m, n, k = shape.tokens, shape.n, shape.k
+        sizes = {"gemms": (m, n, k), "input": (m, k), "gradient": (m, n), "weights": (n, k)}
+        return self._linear[part].seconds(sizes[part], of)
 
-    def _input(self, shape: LinearShape, fmt: Format) -> Triple:
-        return self._quantise("input", shape, shape.k, fmt)
-
-    def _quantise(self, operand: str, shape: LinearShape, features: int, fmt: Format) -> Triple:
-        fmt, grid, size = self._known(fmt), self._activations, (shape.tokens, features)
-        assert grid is not None
-
-        def side(place: int) -> float:
-            if self._is_grouped(shape):
-                return self._share(shape, operand, lambda times: times[fmt][place])
-            return grid.seconds(size, lambda row: row[operand][fmt][place])
-
-        return side(0), side(1), side(2)
+    def _quantise(self, shape: LinearShape, fmt: Format, operand: str) -> Triple:
+        fmt, seconds = self._known(fmt), functools.partial(self._seconds, shape, operand)
+        return seconds(lambda row: row[fmt][0]), seconds(lambda row: row[fmt][1]), seconds(lambda row: row[fmt][2])
 
     def _weight(self, shape: LinearShape, fmt: Format) -> float:
         """Return the seconds of quantising W that one of its two GEMMs is charged: half of the call that serves both,
         or a whole call of the base of a variant that was not measured and has a W of its own.
         """
         measured = self._known(fmt)
-        assert self._weights is not None
-        if self._is_grouped(shape):
-            both = self._share(shape, "weights", lambda times: times[measured])
-        else:
-            both = self._weights.seconds((shape.n, shape.k), lambda row: row[measured])
+        both = self._seconds(shape, "weights", lambda times: times[measured])
         return both if measured is not fmt and VARIANTS[fmt].separate_weight else both / 2
 
-    def _portion(self, shape: LinearShape, fmt: Format, operand: str, times: Triple, side: int) -> float:
-        """Return the seconds of a quantisation for its first GEMM (``side`` 0) or wgrad (1) alone, from its ``times``.
+    def _portion(self, shape: LinearShape, fmt: Format, operand: str, side: int) -> float:
+        """Return the seconds of a quantisation for its first GEMM (``side`` 0) or wgrad (1) alone.
 
         Where it is fused, the first GEMM is charged what it adds to SwiGLU, and wgrad the rest, as if it ended the
         fusion. In fp8 and fp4 it does not, and is a little faster.
         """
+        times = self._quantise(shape, fmt, operand)
         if self._is_grouped(shape) and shape.fused == operand:
             measured = self._known(fmt)
-            fused = self._share(shape, f"fused_{operand}", lambda seconds: seconds[measured])
+            fused = self._seconds(shape, f"fused_{operand}", lambda seconds: seconds[measured])
             return max(times[1], times[2] - fused) if side else fused
         return times[side]
 
