@@ -20,7 +20,6 @@ _LARGEST_SHARE = 4.0  # a saving below -4 shares is as bad as one of -4, and cut
 _CORES = (100, 400, 1600, math.inf)
 _CORE_EFFORT = 0.25
 """Deterministic seconds of all cores but the last, and at first of those of a probe under a limit of the loss."""
-_DIRECT = 400  # most open choices with which a limit of the loss is a constraint of CP-SAT
 _TIE_GAP = 3e-3  # gap of the loss of an assignment that is fast enough and within the limit
 _RESCALED = 1e-3  # if rounding lowers Σ loss below this share of it, the relaxation is solved again in the new scale
 _HALVINGS = 16
@@ -66,10 +65,9 @@ def search(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
 def _fastest(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
     """Return an assignment of the largest Σ steps · w whose Σ loss is within the limit. Ties go to the lower loss.
 
-    The relaxation bounds Σ steps · w, and rounding gives a first assignment. If few choices are open, CP-SAT solves the
-    problem as it is. On 70B models this takes ten times as long as what is done otherwise: the least Σ loss is searched
-    at needs below the bound, one gap apart. A need whose least loss exceeds the limit lowers the bound, and the first
-    one that fits proves the gap.
+    The relaxation bounds Σ steps · w, and rounding gives a first assignment. The least Σ loss is then searched at needs
+    below the bound, one gap apart. A need whose least loss exceeds the limit lowers the bound, and the first one that
+    fits proves the gap.
     """
     if table.least > table.limit:
         return None
@@ -80,12 +78,6 @@ def _fastest(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
     elif (relaxation := relax(table, table.allowed, table.limit - table.least or 1.0)) is not None:
         bound = min(bound, -relaxation.bound)
         best = _rounded(table, relaxation, best)
-        core, is_whole, _ = _core_of(relaxation, best, -table.total_saving(best), _DIRECT)
-        if exact and is_whole:
-            faster, lowest = _solve(table, core, best, limits, _CORE_EFFORT)
-            bound = min(bound, max(-lowest, table.total_saving(best)))
-            if faster is not None and table.total_loss(faster) <= table.limit:
-                best = faster
     reached = table.total_saving(best)
     step, failures, effort, is_least = 0.9 * GAP * (total - bound), 0, _CORE_EFFORT, False
     highest = bound  # needs from here on were tried with this effort
@@ -228,7 +220,7 @@ def _solve(table: Table, core: Bools, hint: Ints, limits: Limits, effort: float)
         parameters = solver.parameters
         parameters.cp_model_presolve = presolve
         parameters.random_seed = limits.seed
-        parameters.relative_gap_limit = table.goal / 2 if table.limit == math.inf else 0.0
+        parameters.relative_gap_limit = table.goal / 2
         # Two workers cost more and change ties, and a single search keeps its deterministic limit.
         parameters.num_workers = 1
         parameters.linearization_level = 2  # the whole model in the LP: seen 3–10 times faster than the default here
@@ -243,7 +235,7 @@ def _solve(table: Table, core: Bools, hint: Ints, limits: Limits, effort: float)
         limits.used += float(solver.response_proto.deterministic_time)
         assignment, bound = model.result(solver, status)
         # An answer that rules the hint out is wrong, and CP-SAT is run again without presolve.
-        if status != cp_model.INFEASIBLE and bound <= table.score(hint) + model.resolution:
+        if status != cp_model.INFEASIBLE and bound <= table.shifted_loss(hint) + model.resolution:
             return assignment, bound
     return None, -math.inf
 
@@ -292,36 +284,26 @@ class _CoreModel:
         hinted = table.phase_saving(table.savings(hint)).clip(-_LARGEST_SHARE, _LARGEST_SHARE)
         for variable, value in zip(phase_saving, _integers(hinted, bits, up=False), strict=True):
             self.model.add_hint(variable, min(value, cap))
-        self.total = cp_model.LinearExpr.weighted_sum(phase_saving, [int(n) for n in steps])
-        self.saving_unit = math.ldexp(float(table.steps[0]) / int(steps[0]), -bits)
-        if table.need > -math.inf:
-            self.model.add(self.total >= math.floor(table.need / self.saving_unit))
+        total = cp_model.LinearExpr.weighted_sum(phase_saving, [int(n) for n in steps])
+        unit = math.ldexp(float(table.steps[0]) / int(steps[0]), -bits)
+        self.model.add(total >= math.floor(table.need / unit))
 
     def _add_objective(self) -> None:
-        """Minimise Σ loss, or maximise Σ steps · w where the loss has a limit."""
+        """Minimise Σ loss."""
         table = self.table
         losses, fixed = table.loss[self.decisions, self.choices], table.loss[self.fixed, self.assignment[self.fixed]]
-        limit = table.limit - table.least
         largest = max(float(losses.max(initial=0.0)), float(fixed.max(initial=0.0))) or 1.0
-        self.loss_unit = math.ldexp(1.0, math.frexp(min(largest, 2 * limit) or 1.0)[1] - BITS)
+        self.loss_unit = math.ldexp(1.0, math.frexp(largest)[1] - BITS)
         self.fixed_loss = math.fsum(fixed)
-        integers = _integers(np.minimum(losses / self.loss_unit, 2.0**BITS), 0, up=False)
-        loss = cp_model.LinearExpr.weighted_sum(self.variables.tolist(), integers)
-        if table.limit == math.inf:
-            self.model.minimize(loss + int(self.fixed_loss / self.loss_unit))
-            self.resolution = len(losses) * self.loss_unit
-        else:
-            self.model.add(loss <= math.ceil((limit - self.fixed_loss) / self.loss_unit))
-            self.model.maximize(self.total)
-            self.resolution = float(table.steps.sum()) * 2.0**-BITS + len(losses) * self.saving_unit
+        loss = cp_model.LinearExpr.weighted_sum(
+            self.variables.tolist(), _integers(losses / self.loss_unit, 0, up=False)
+        )
+        self.model.minimize(loss + int(self.fixed_loss / self.loss_unit))
+        self.resolution = len(losses) * self.loss_unit
 
     def result(self, solver: cp_model.CpSolver, status: cp_model.CpSolverStatus) -> tuple[Ints | None, float]:
-        objective = float(solver.best_objective_bound)
-        if self.table.limit < math.inf:
-            bound = -objective * self.saving_unit
-        else:
-            units = objective - int(self.fixed_loss / self.loss_unit)
-            bound = units * self.loss_unit + self.fixed_loss
+        units = float(solver.best_objective_bound) - int(self.fixed_loss / self.loss_unit)
+        bound = units * self.loss_unit + self.fixed_loss
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None, bound
         chosen = np.array([solver.boolean_value(v) for v in self.variables], dtype=bool)

@@ -171,10 +171,6 @@ class Table:
         """Return Σ loss above each decision's least, correctly rounded."""
         return math.fsum(np.take_along_axis(self.loss, assignment[:, None], axis=1)[:, 0])
 
-    def score(self, assignment: Ints) -> float:
-        """Return what is minimised: Σ shifted loss, or -Σ steps · w where the loss has a limit."""
-        return self.shifted_loss(assignment) if self.limit == math.inf else -self.total_saving(assignment)
-
     def is_feasible(self, assignment: Ints, *, exact: bool = True) -> bool:
         """Return whether an assignment meets every row, floor and the need."""
         savings = self.savings(assignment, exact=exact)
