@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, format_shares, option_id, split_option_id
-from snip_megatron.reporting.sensitivity import costliest_format
 from snip_megatron.runtime.run_data import Adoption, RunData, number, version_of
 
 MAX_POINTS = 2000
@@ -180,6 +179,7 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
         }
         maps.append({name: getattr(adoption, name) for name in names} | computed)
         previous = codes
+    scores = [[[_cell(table, *cell) for cell in row] for row in cells] for table in tables.values()]
     return {
         "formats": [{"name": fmt.value, "colour": FORMAT_COLOURS[fmt]} for fmt in Format],
         "rows": [
@@ -187,8 +187,8 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
         ],
         "layers": layers,
         "maps": maps,
-        "scores": [[[_cell(table, *cell) for cell in row] for row in cells] for table in tables.values()],
-        "harms": [[[_harm(table, *cell) for cell in row] for row in cells] for table in tables.values()],
+        "scores": scores,
+        "harms": [[[_harm(cell) for cell in row] for row in table] for table in scores],
     }
 
 
@@ -199,18 +199,8 @@ def _short_kind(stack: str, path: str) -> str:
     return " ".join([*([] if stack == "decoder" else [stack]), *modules, last.removeprefix("linear_")])
 
 
-def _options(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> Any:
-    return scores.get(option_id(linear, gemm), scores.get(linear))  # at granularity layer, those of the linear
-
-
-def _harm(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> float | None:
-    options = _options(scores, linear, gemm)
-    costliest = costliest_format(options)
-    return None if costliest is None else float(f"{options[costliest.value]['q']:.3e}")
-
-
 def _cell(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> dict[str, list[float | None]] | None:
-    options = _options(scores, linear, gemm)
+    options = scores.get(option_id(linear, gemm), scores.get(linear))  # at granularity layer, those of the linear
     if not isinstance(options, Mapping):
         return None
     return {
@@ -218,6 +208,11 @@ def _cell(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> dict[str, list[
         for fmt in Format
         if isinstance(option := options.get(fmt.value), Mapping)
     }
+
+
+def _harm(cell: dict[str, list[float | None]] | None) -> float | None:
+    """Return the score Q of the costliest format of a cell."""
+    return max((q for _, _, q in (cell or {}).values() if q is not None), default=None)
 
 
 # -- phases -----------------------------------------------------------------------------------------------------------

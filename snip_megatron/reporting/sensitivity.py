@@ -41,26 +41,17 @@ def rank(scores: Mapping[str, Any], precision_map: PrecisionMap) -> list[Harm]:
     """
     harms = []
     for option, by_format in scores.items():
-        costliest = costliest_format(by_format)
-        if costliest is None:
+        options = by_format if isinstance(by_format, Mapping) else {}
+        of_formats = {fmt: figures for fmt in Format if isinstance(figures := options.get(fmt.value), Mapping)}
+        scored = {fmt: q for fmt, figures in of_formats.items() if (q := number(figures.get("q"))) is not None}
+        if not scored:
             continue
+        costliest = max(scored, key=lambda fmt: scored[fmt])
         linear, gemm = split_option_id(option)
         chosen = precision_map.format_of(str(linear), gemm or Gemm.FPROP)
-        figures = by_format[costliest.value]
-        loss, weight = number(figures.get("delta_loss")), number(figures.get("delta_weight"))
-        harms.append(Harm(linear, gemm, chosen, costliest, float(figures["q"]), loss, weight))
+        loss, weight = (number(of_formats[costliest].get(name)) for name in ("delta_loss", "delta_weight"))
+        harms.append(Harm(linear, gemm, chosen, costliest, scored[costliest], loss, weight))
     return sorted(harms, key=lambda harm: -harm.score)
-
-
-def costliest_format(by_format: Any) -> Format | None:
-    """Return the format with the highest score ``q`` of one option. None if it has no score."""
-    options = by_format if isinstance(by_format, Mapping) else {}
-    scores = {
-        fmt: q
-        for fmt in Format
-        if isinstance(figures := options.get(fmt.value), Mapping) and (q := number(figures.get("q"))) is not None
-    }
-    return max(scores, key=lambda fmt: scores[fmt], default=None)
 
 
 def rank_run(run: RunData) -> list[Harm]:
@@ -76,8 +67,8 @@ def unit_of(policy: str, q: str) -> str:
     return "nats of training loss" if in_nats(policy, q) else f"scores of the policy {policy}"
 
 
-def lines(harms: Sequence[Harm], unit: str, shown: int = SHOWN) -> list[str]:
-    """Return the sums by kind of GEMM, and the ``shown`` most sensitive GEMMs, as text for a terminal."""
+def lines(harms: Sequence[Harm], unit: str) -> list[str]:
+    """Return the sums by kind of GEMM, and the :data:`SHOWN` most sensitive GEMMs, as text for a terminal."""
     by_kind: dict[str, list[Harm]] = defaultdict(list)
     for harm in harms:
         by_kind[harm.kind].append(harm)
@@ -90,9 +81,9 @@ def lines(harms: Sequence[Harm], unit: str, shown: int = SHOWN) -> list[str]:
         chosen = ", ".join(f"{count} {fmt}" for fmt, count in formats.most_common())
         bar = "#" * round(_BAR * in_kind / highest)
         text.append(f"{in_kind:9.2e} {in_kind / total:6.1%}  {kind:{width}}  {bar:{_BAR}}  {chosen}")
-    text.append(f"The {min(shown, len(harms))} most sensitive of {len(harms)}:")
+    text.append(f"The {min(SHOWN, len(harms))} most sensitive of {len(harms)}:")
     text.append("     harm  share         ΔL         ΔW  in the map  costliest   GEMM")
-    for each in harms[:shown]:
+    for each in harms[:SHOWN]:
         figures = "".join("          –" if x is None else f"  {x:9.2e}" for x in (each.delta_loss, each.delta_weight))
         formats_of = f"{each.chosen.value:10}  {each.costliest.value:10}"
         option = option_id(str(each.linear), each.gemm)

@@ -37,7 +37,6 @@ class ResidualStream:
     def __post_init__(self) -> None:
         self.reported: list[Boundary] = []
         self.boundaries: list[Boundary] = []
-        self._pairs: list[tuple[Boundary, Boundary]] = []
         self._segments: list[tuple[StreamSegment, list[Boundary]]] = []
         self._sigma, self._draws = 0.0, 0
         for segment in self.host.segments:
@@ -47,7 +46,6 @@ class ResidualStream:
                 for index in (*indices, indices[-1] + 1)
             ]
             self.boundaries += boundaries
-            self._pairs += itertools.pairwise(boundaries)
             # The stage that reads the output of another segment reports it.
             self.reported += boundaries if segment.is_last else boundaries[:-1]
             self._segments.append((segment, boundaries))
@@ -72,8 +70,9 @@ class ResidualStream:
                     f" backward in {microbatches} microbatches: SNIP takes blocks that run in each, on the residual"
                     " stream as their first argument"
                 )
-        for low, high in self._pairs:
-            low.finish_statistics(high)
+        for _, boundaries in self._segments:
+            for low, high in itertools.pairwise(boundaries):
+                low.finish_statistics(high)
 
     # -- hooks -------------------------------------------------------------------------------------------------
     @contextmanager

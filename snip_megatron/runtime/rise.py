@@ -16,7 +16,7 @@ import torch
 
 from snip_megatron.layers.context import Override
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.precision import Format, Formats, PrecisionMap
+from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import Transaction, UpdateDroppedError, all_reduced
 from snip_megatron.runtime.host import Host, HostStep
@@ -138,11 +138,10 @@ def measure_rises(
     """
     context = registry.context
     sums = torch.zeros(1 + 2 * len(maps), dtype=torch.float64, device=host.device)
-    counts = host.groups.tp_rank == 0  # the ranks of a tensor parallel group have the same losses
 
-    def forward(formats: dict[str, Formats]) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    def forward(precision_map: PrecisionMap) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Return the losses of this rank. None if it has failed."""
-        overrides = {name: Override(of_gemms) for name, of_gemms in formats.items()}
+        overrides = {name: Override(precision_map.formats_of(name)) for name in registry.names}
 
         def prepare() -> None:
             registry.start_step(step.step)  # frees the weights of the forward before
@@ -153,26 +152,26 @@ def measure_rises(
         return update.attempt(step.losses) if host.passes_alone else step.losses()
 
     def add() -> None:
-        if not counts:
-            return
-        reference = forwards[fprops[0]] or []
+        reference, *of_maps = (forwards[key] or [] for key in fprops)
         sums[0] = sum(weight.double().sum() for _, weight in reference)
-        for index, of_map in enumerate(fprops[1:]):
-            for (loss, weight), (plain, _) in zip(forwards[of_map] or [], reference, strict=True):
+        for index, losses in enumerate(of_maps):
+            for (loss, weight), (plain, _) in zip(losses, reference, strict=True):
                 rise = loss.double() - plain.double()
                 sums[1 + 2 * index] += (weight * rise).sum()
                 sums[2 + 2 * index] += (weight * rise.square()).sum()
+        if host.groups.tp_rank:  # the ranks of a tensor parallel group have the same losses
+            sums.zero_()
 
-    formats = [{name: each.formats_of(name) for name in registry.names} for each in (PrecisionMap({}), *maps)]
-    fprops = [tuple(fprop for fprop, _, _ in each.values()) for each in formats]
+    bf16_and_maps = (PrecisionMap({}), *maps)
+    fprops = [tuple(each.format_of(name, Gemm.FPROP) for name in registry.names) for each in bf16_and_maps]
     forwards: dict[tuple[Format, ...], list[tuple[torch.Tensor, torch.Tensor]] | None] = {}
     with ExitStack() as stack:
         stack.enter_context(step.undisturbed())
         stack.callback(registry.start_step, step.step)
         stack.callback(setattr, context, "override", None)
-        for of_map, of_linears in zip(fprops, formats, strict=True):
-            if of_map not in forwards:
-                forwards[of_map] = forward(of_linears)
+        for key, precision_map in zip(fprops, bf16_and_maps, strict=True):
+            if key not in forwards:
+                forwards[key] = forward(precision_map)
         update.together("rise", add)
     tokens, *of_maps = all_reduced(sums).tolist()
     if not tokens or not all(map(math.isfinite, of_maps)):

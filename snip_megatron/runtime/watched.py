@@ -192,8 +192,12 @@ class _WatchedBackend:
         self._report(Gemm.WGRAD, grad_weight, before)
         return d, grad_weight
 
-    def grouped(self, n: int, k: int, dtype: torch.dtype) -> "_UnfusedGroups":
-        return _UnfusedGroups(self.inner.grouped(n, k, dtype))
+    def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
+        groups = self.inner.grouped(n, k, dtype)
+        # SwiGLU runs between two linears, in a launch of its own, and the numbers of rows are on the host.
+        groups.fuses_swiglu = lambda formats: False  # type: ignore[method-assign]
+        groups.takes_device_rows = lambda formats: False  # type: ignore[method-assign]
+        return groups
 
 
 @contextmanager
@@ -259,24 +263,6 @@ def _keep_sources(stack: ExitStack) -> None:
 
 
 # -- grouped experts ---------------------------------------------------------------------------------------------------
-class _UnfusedGroups:
-    """The grouped products of a backend, with SwiGLU in a launch of its own and the numbers of rows on the host."""
-
-    def __init__(self, inner: GroupLoop) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def fuses_swiglu(self, formats: object) -> bool:
-        """Return False: SwiGLU runs between two linears."""
-        return False
-
-    def takes_device_rows(self, formats: object) -> bool:
-        """Return False: the numbers of rows are on the host."""
-        return False
-
-
 class _ExpertProduct(Product):
     """The linear of one expert in one microbatch. Its scales are those of this rank's shard."""
 

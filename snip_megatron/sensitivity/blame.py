@@ -225,10 +225,8 @@ def _lines_of_fault(fault: Fault) -> list[str]:
     return lines if fault.inputs is None else [*lines, f"  inputs: {fault.inputs}"]
 
 
-def smallest_set[T](
-    ranked: Sequence[T], explained: Callable[[Sequence[T]], float], share: float = EXPLAINED
-) -> list[T]:
-    """Return the smallest set of suspects that explains ``share`` of the harm, by halves.
+def smallest_set[T](ranked: Sequence[T], explained: Callable[[Sequence[T]], float]) -> list[T]:
+    """Return the smallest set of suspects that explains EXPLAINED of the harm, by halves.
 
     First the shortest head of the ranking is sought that explains enough, then halves, quarters, ... of it are left
     out where the rest still does.
@@ -238,17 +236,17 @@ def smallest_set[T](
         explained: Share of the harm that disappears without these suspects.
     """
     low, high = 0, 1  # no head of `low` explains enough
-    while high < len(ranked) and explained(ranked[:high]) < share:
+    while high < len(ranked) and explained(ranked[:high]) < EXPLAINED:
         low, high = high, min(4 * high, len(ranked))
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if explained(ranked[:middle]) >= share else (middle, high)
+        low, high = (low, middle) if explained(ranked[:middle]) >= EXPLAINED else (middle, high)
     chosen, size = list(ranked[:high]), high // 2
     while size:
         start = len(chosen) - size
         while start >= 0 and len(chosen) > 1:  # the worst suspects last
             remaining = chosen[:start] + chosen[start + size :]
-            if remaining and explained(remaining) >= share:
+            if remaining and explained(remaining) >= EXPLAINED:
                 chosen = remaining
             start = min(start, len(chosen)) - size
         size //= 2
