@@ -55,16 +55,15 @@ SHARED_ARGUMENTS = (
 """Megatron's arguments that SNIP reads and that must be equal on all ranks."""
 
 
-def prepare_megatron(args: argparse.Namespace, startup: Startup, shown: Sequence[str] = ()) -> None:
+def prepare_megatron(args: argparse.Namespace, startup: Startup) -> None:
     """Check the machine, apply the compat sets that ``args`` needs, and print one line per set.
 
-    Raises SnipError if ``args`` requires what this machine lacks. ``shown`` are lines about sets that were applied
-    earlier.
+    Raises SnipError if ``args`` requires what this machine lacks.
     """
     compat.check(args, startup)
     if args.snip and (line := compat.separate_experts(args)):
         say(line)
-    for line in filter(None, (untested(), *shown, *compat.apply(args, startup))):
+    for line in filter(None, (untested(), *compat.apply(args, startup))):
         say(line, "compat")
 
 

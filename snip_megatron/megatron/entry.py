@@ -39,15 +39,14 @@ def prepare(startup: Startup) -> tuple[Callable[[], None], Terms]:
     Returns a function that trains as ``sys.argv`` says, and what must be equal on all ranks. Raises SnipError if the
     configuration cannot work.
     """
-    shown: list[str] = []
-    args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, shown))
+    args = pretraining.parse_arguments(functools.partial(provide_arguments, startup))
     if not (args.fake_process_group or os.environ.get("MASTER_ADDR")):
         raise SnipError(
             "a launcher must start this: torchrun --nproc-per-node 1 -m snip_megatron.pretrain_gpt <arguments>"
         )
     check_data(args)
     check_layers_of_experts(args)
-    prepare_megatron(args, startup, shown)
+    prepare_megatron(args, startup)
     model_config = pretraining.model_config(args, on_cpu=startup.on_cpu)
     under_snip, terms = prepare_run(args)
 
@@ -63,15 +62,15 @@ def prepare(startup: Startup) -> tuple[Callable[[], None], Terms]:
 
 
 # -- arguments -------------------------------------------------------------------------------------------------
-def provide_arguments(startup: Startup, shown: list[str], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add SNIP's arguments and set defaults for this machine. ``shown`` gets the lines about these defaults."""
+def provide_arguments(startup: Startup, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add SNIP's arguments and set defaults for this machine."""
 
     def refuse(message: str) -> NoReturn:
         raise SnipError(with_suggestion(message, parser._option_string_actions))
 
     parser.error = refuse  # type: ignore[method-assign]  # one line instead of 1,000 lines of usage
     parser.set_defaults(tokenizer_type="GPT2BPETokenizer")  # as Megatron's pretrain_gpt.py has it
-    shown[:] = compat.set_defaults(parser, startup)
+    compat.set_defaults(parser, startup)
     return add_snip_arguments(parser)
 
 

@@ -225,9 +225,8 @@ class MegatronStep:
             with (
                 self.around(),
                 compat.rerun_disabled(),
-                compat.quiet_schedule(call.config),
+                compat.quiet_schedule(call.config) as self._loss_tokens,
                 compat.routing_repeated(call.model) as self._routing,
-                compat.loss_tokens_counted(call.config) as self._loss_tokens,
             ):
                 yield
         finally:

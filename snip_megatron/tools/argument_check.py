@@ -79,7 +79,7 @@ def _validate(argv: Sequence[str]) -> Training:
     from snip_megatron.megatron.entry import provide_arguments
     from snip_megatron.megatron.times import layout_of
 
-    args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, []))
+    args = pretraining.parse_arguments(functools.partial(provide_arguments, startup))
     compat.check(args, startup)
     check_data(args)
     validate.check_layers_of_experts(args)

@@ -29,7 +29,6 @@ from snip_megatron.megatron.compat.loop import (
     gather_parameters,
     keep_microbatches,
     learning_rate,
-    loss_tokens_counted,
     past_microbatches,
     quiet_schedule,
     random_states,

@@ -104,22 +104,34 @@ def rerun_disabled() -> AbstractContextManager[None]:
     return changed(get_rerun_state_machine(), mode=RerunMode.DISABLED, validate_result=nothing)
 
 
-def quiet_schedule(model_config: Any) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def quiet_schedule(model_config: Any) -> Iterator[list[torch.Tensor]]:
     """Let Megatron's schedule run without gradient reduction, parameter gathering and timers inside this context.
 
     Layers run whole, one microbatch after the other, also where training overlaps parts of two microbatches. The output
     layer defers no wgrad, since Megatron's code for that fails with the single microbatch of a probe.
+
+    Yields a list that gets the number of tokens in the loss of each call of the schedule. Under
+    ``--calculate-per-token-loss`` Megatron divides the gradients by it. It is this rank's number: 0 on all pipeline
+    stages but the last.
     """
-    return changed(
+    counts: list[torch.Tensor] = []
+
+    def count(model: Any, tokens: torch.Tensor | None = None, **keywords: Any) -> None:
+        if tokens is not None:
+            counts.append(tokens)
+
+    with changed(
         model_config,
         no_sync_func=contextlib.nullcontext,
         grad_sync_func=None,
         param_sync_func=None,
-        finalize_model_grads_func=nothing,  # with None, Megatron would call its own
+        finalize_model_grads_func=count,
         timers=None,
         overlap_moe_expert_parallel_comm=False,
         defer_embedding_wgrad_compute=False,
-    )
+    ):
+        yield counts
 
 
 def separate_offloading(model_config: Any) -> AbstractContextManager[None]:
@@ -144,23 +156,6 @@ def gather_parameters(model: Sequence[Any]) -> None:
         if getattr(chunk, "remove_forward_pre_hook_handles", None):
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
-
-
-@contextlib.contextmanager
-def loss_tokens_counted(model_config: Any) -> Iterator[list[torch.Tensor]]:
-    """Yield a list that gets the number of tokens in the loss of each call of the schedule inside this context.
-
-    Under ``--calculate-per-token-loss`` Megatron passes the number to ``finalize_model_grads_func``, which divides the
-    gradients by it. It is this rank's number: 0 on all pipeline stages but the last.
-    """
-    counts: list[torch.Tensor] = []
-
-    def count(model: Any, tokens: torch.Tensor | None = None, **keywords: Any) -> None:
-        if tokens is not None:
-            counts.append(tokens)
-
-    with changed(model_config, finalize_model_grads_func=count):
-        yield counts
 
 
 @contextlib.contextmanager

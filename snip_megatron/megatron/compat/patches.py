@@ -17,7 +17,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from snip_megatron.megatron.compat import distributed_optimizer
 from snip_megatron.megatron.compat.loop import hooks_in_source
 from snip_megatron.megatron.compat.versions import changed, check_signature, nothing
-from snip_megatron.megatron.startup import Startup
+from snip_megatron.megatron.startup import Startup, say
 from snip_megatron.numerics.products.transformer_engine import import_fault
 from snip_megatron.precision.errors import SnipError
 
@@ -142,8 +142,8 @@ EXTENSIONS = {
 }
 
 
-def set_defaults(parser: argparse.ArgumentParser, startup: Startup) -> list[str]:
-    """Change the defaults of ``parser`` to what this machine can run. Returns the lines to print, with the flags.
+def set_defaults(parser: argparse.ArgumentParser, startup: Startup) -> None:
+    """Change the defaults of ``parser`` to what this machine can run, and print a line with the flags.
 
     A value that the user gives is kept, and :func:`check` refuses it if it cannot work.
     """
@@ -151,10 +151,9 @@ def set_defaults(parser: argparse.ArgumentParser, startup: Startup) -> list[str]
         name, defaults = "cpu", list(CPU)
     else:
         name, defaults = "missing-extensions", [d for e, d in EXTENSIONS.items() if importlib.util.find_spec(e) is None]
-    if not defaults or not startup.allows(name):
-        return []
-    parser.set_defaults(**{default.dest: default.value for default in defaults})
-    return [f"{name}: defaults {' '.join(default.flag for default in defaults)}"]
+    if defaults and startup.allows(name):
+        parser.set_defaults(**{default.dest: default.value for default in defaults})
+        say(f"{name}: defaults {' '.join(default.flag for default in defaults)}", "compat")
 
 
 def check(args: argparse.Namespace, startup: Startup) -> None:

@@ -187,11 +187,9 @@ class _Route:
         """Return values and indices [tokens, k] of the chosen experts. Megatron's routing function calls this."""
         assert default_compute_topk is not None
         self._routing.latest = self
-        if self._routing.recording:
-            values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            self.repeated("experts", lambda: indices)
-            return values, indices
-        indices = self.repeated("experts", lambda: scores)
+        indices = self.repeated(
+            "experts", lambda: default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
+        )
         return scores.gather(1, indices), indices
 
 

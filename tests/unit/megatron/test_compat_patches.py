@@ -16,17 +16,17 @@ ON_CPU = Startup(on_cpu=True, disabled=frozenset())
 ON_GPU = Startup(on_cpu=False, disabled=frozenset())
 
 
-def parse(startup: Startup, *argv: str) -> tuple[argparse.Namespace, list[str]]:
+def parse(startup: Startup, *argv: str) -> argparse.Namespace:
     parser = megatron_parser()
-    shown = compat.set_defaults(parser, startup)
-    return parser.parse_args(argv), shown
+    compat.set_defaults(parser, startup)
+    return parser.parse_args(argv)
 
 
-def test_cpu_defaults_are_set_and_shown() -> None:
-    args, shown = parse(ON_CPU)
+def test_cpu_defaults_are_set_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    args = parse(ON_CPU)
     assert {d.dest: getattr(args, d.dest) for d in CPU} == {d.dest: d.value for d in CPU}
-    assert len(shown) == 1
-    assert shown[0].startswith("cpu: defaults --distributed-backend gloo --transformer-impl local")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("compat: cpu: defaults --distributed-backend gloo --transformer-impl local")
     compat.check(args, ON_CPU)
 
 
@@ -46,12 +46,12 @@ def test_flags_do_what_the_defaults_stand_for() -> None:
     ],
 )
 def test_impossible_on_the_cpu(argv: tuple[str, ...], message: str) -> None:
-    args, _ = parse(ON_CPU, *argv)
+    args = parse(ON_CPU, *argv)
     with pytest.raises(SnipError, match=message):
         compat.check(args, ON_CPU)
 
 
-def test_missing_extensions_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extensions_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     present: set[str] = set()
     find_spec = importlib.util.find_spec
 
@@ -59,25 +59,26 @@ def test_missing_extensions_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return (object() if name in present else None) if name in EXTENSIONS else find_spec(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
-    args, shown = parse(ON_GPU)
+    args = parse(ON_GPU)
     assert not args.gradient_accumulation_fusion
     assert not args.apply_rope_fusion
     assert args.distributed_backend == "nccl"
     assert args.transformer_impl == "transformer_engine"
-    assert "--no-gradient-accumulation-fusion" in shown[0]
+    assert "missing-extensions: defaults --no-gradient-accumulation-fusion" in capsys.readouterr().out
     with pytest.raises(SnipError, match="needs Transformer Engine, which is not installed; install it or give --tr"):
         compat.check(args, ON_GPU)
-    compat.check(parse(ON_GPU, "--transformer-impl", "local")[0], ON_GPU)
+    compat.check(parse(ON_GPU, "--transformer-impl", "local"), ON_GPU)
 
     present |= {"transformer_engine", "fused_weight_gradient_mlp_cuda"}
-    args, shown = parse(ON_GPU)
+    args = parse(ON_GPU)
     assert args.gradient_accumulation_fusion
     assert args.apply_rope_fusion
     assert args.no_persist_layer_norm
     compat.check(args, ON_GPU)
 
-    args, shown = parse(Startup(on_cpu=False, disabled=frozenset({"missing-extensions"})))
-    assert shown == []
+    capsys.readouterr()
+    args = parse(Startup(on_cpu=False, disabled=frozenset({"missing-extensions"})))
+    assert capsys.readouterr().out == ""
     assert not args.no_persist_layer_norm
 
 
