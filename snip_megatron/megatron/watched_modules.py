@@ -46,12 +46,9 @@ def modules_watched(
     with ExitStack() as stack:
         for module, of_module in by_module(handles):
             watch = _ModuleWatch(module, of_module, recipe, watcher, keeps_weights=keeps_weights)
-            if watch.is_megatron:
-                stack.callback(delattr, module, "_forward_impl")
-                module._forward_impl = partial(watch.run, module._forward_impl)
-            else:
-                stack.callback(module.register_forward_pre_hook(watch.before).remove)
-                stack.callback(module.register_forward_hook(watch.after).remove)
+            name = "_forward_impl" if watch.is_megatron else "forward"
+            setattr(module, name, partial(watch.run, getattr(module, name)))
+            stack.callback(delattr, module, name)
             for index, handle in enumerate(of_module):
                 weight: Any = handle.weight
                 stack.callback(weight.register_hook(partial(watch.on_weight_gradient, index)).remove)
@@ -88,6 +85,12 @@ class _Tap(torch.autograd.Function):
         return grad_outputs[0], None
 
 
+def _tapped(x: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    return _Tap.apply(x, on_gradient)  # type: ignore[no-untyped-call,no-any-return]
+
+
 class _ModuleWatch:
     """Watches one module."""
 
@@ -109,39 +112,20 @@ class _ModuleWatch:
         self.shards = self.mode is not None and bool(module.sequence_parallel)  # whether it exchanges tokens
         self.module, self.handles, self.recipe, self.watcher = module, handles, recipe, watcher
         self._keeps_weights = keeps_weights
-        self._call: _Call | None = None
         self._weight_scales: list[Tensor | None] | None = None
         self._of_recomputed: deque[list[Tensor | None]] = deque()
         self.running: _Call | None = None
 
-    def run(self, product: Callable[..., Tensor], input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-        """Run and watch the product of a linear of Megatron."""
-        (input,) = self.before(self.module, (input,)) or (input,)
-        y: Tensor
-        (y,) = self.after(self.module, (), (product(input, weight, **kwargs),))
-        return y
-
-    def before(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Watch a forward with these arguments. Returns the arguments that replace them, or None to keep them."""
-        x, *arguments = args
-        if not isinstance(x, Tensor):
-            self._call = None
-            return None
-        call = self._call = _Call(self, x, arguments[0] if arguments and len(self.handles) > 1 else None)
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            return None
-        return _Tap.apply(x, call.on_input_gradient), *arguments  # type: ignore[no-untyped-call]
-
-    def after(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        """Compare an output. Returns it, ready for a backward."""
-        call, self._call = self._call, None
-        if call is None:
-            return output
-        y, *outputs = output
+    def run(self, forward: Callable[..., Any], input: Tensor | None, *arguments: Any, **named: Any) -> Any:
+        """Run and watch the forward of the module, or the product of a linear of Megatron."""
+        if input is None:  # a call for an MLP of experts, which multiplies later
+            return forward(input, *arguments, **named)
+        call = _Call(self, input, arguments[0] if arguments and len(self.handles) > 1 else None)
+        output = forward(_tapped(input, call.on_input_gradient), *arguments, **named)
+        y, *others = [output] if self.is_megatron else output
         call.finish_forward(y)
-        if torch.is_grad_enabled() and y.requires_grad:
-            y = _Tap.apply(y, call.on_output_gradient)  # type: ignore[no-untyped-call]
-        return (y, *outputs)
+        y = _tapped(y, call.on_output_gradient)
+        return y if self.is_megatron else (y, *others)
 
     def on_weight_gradient(self, index: int, gradient: Tensor) -> None:
         """Compare the gradient that autograd gets for a weight, unless the module has added it to ``main_grad``."""
@@ -193,12 +177,10 @@ class _Call:
             is_fused = watch.recipe is not None and watch.recipe.name == "delayed" and Format.BF16 not in formats
             with torch.no_grad():
                 x = _normalized(module, x, exact=is_fused)
-        for index, (handle, part) in enumerate(zip(handles, self._parts(x), strict=True)):
-            scales = {"x": x_scales[index], "w": w_scales[index]}
-            self.products.append(_ModuleProduct(watch, handle, part, scales))
-        for index, (product, result) in enumerate(zip(self.products, self._parts(y), strict=True)):
-            rows = matrix(result.detach())
-            bias = self._bias(index)
+        for index, (handle, part, result) in enumerate(zip(handles, self._parts(x), self._parts(y), strict=True)):
+            product = _ModuleProduct(watch, handle, part, {"x": x_scales[index], "w": w_scales[index]})
+            self.products.append(product)
+            rows, bias = matrix(result.detach()), self._bias(index)
             self._report(product, Gemm.FPROP, rows if bias is None else rows.float() - bias.detach().float())
 
     def on_output_gradient(self, g: Tensor) -> None:
