@@ -2,8 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +138,10 @@ def prepare_run(
             prepare_blame(config, args)
         run = SnipRun(config, args, on_adopt)
 
-        @contextmanager
-        def under_snip(model_config: Any) -> Iterator[None]:
+        def under_snip(model_config: Any) -> AbstractContextManager[None]:
             for line in lines:
                 say(line)
-            with ExitStack() as stack:
-                stack.push(run.leave)
-                run.begin(model_config)
-                yield
+            return run.around(model_config)
 
         return under_snip, terms_of(config, args, run.use_library)
 

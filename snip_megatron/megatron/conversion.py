@@ -25,26 +25,24 @@ from snip_megatron.megatron.linears import (
 from snip_megatron.megatron.model_linears import BuiltLinear, ModelLinears, built_linears, gather_stages
 from snip_megatron.megatron.startup import say
 from snip_megatron.numerics.products.selection import resolve_gemm, select_backend
-from snip_megatron.precision import LinearId
+from snip_megatron.precision import LinearId, Side
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
 
-_CLASSES: dict[type, tuple[type, str]] = {
-    ColumnParallelLinear: (SnipColumnParallelLinear, "column"),
-    ColumnParallelLinearGathered: (SnipColumnParallelLinearGathered, "column"),
-    RowParallelLinear: (SnipRowParallelLinear, "row"),
+_CLASSES: dict[type, type] = {
+    ColumnParallelLinear: SnipColumnParallelLinear,
+    ColumnParallelLinearGathered: SnipColumnParallelLinearGathered,
+    RowParallelLinear: SnipRowParallelLinear,
 }
-"""Class of a built linear → the class after conversion, and how its weight is sharded.
-
-Classes must match exactly, because a subclass may do more than its base.
-"""
+"""Class of a built linear → the class after conversion. It must match exactly: a subclass may do more than its base."""
+_PARALLEL = {Side.OUTPUT: "column", Side.INPUT: "row", Side.NEITHER: "whole"}
 if HAVE_TE:
     from snip_megatron.megatron import te_linears
 
     _CLASSES |= te_linears.CLASSES
-for _stock_class, (_converted, _) in _CLASSES.items():
+for _stock_class, _converted in _CLASSES.items():
     _converted.__name__ = _stock_class.__name__  # Megatron-FSDP derives the sharding of a weight from the class name
-_CLASSES |= {converted: (converted, parallel) for converted, parallel in _CLASSES.values()}
+_CLASSES |= {converted: converted for converted in _CLASSES.values()}
 
 
 def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -> LinearRegistry:
@@ -122,7 +120,7 @@ def what_stays(stock: Mapping[str, str]) -> list[str]:
 
 def _convert_linear(linear: BuiltLinear, registry: LinearRegistry) -> None:
     module, row, weight = linear.module, linear.row, getattr(linear.module, linear.parameter)
-    module.__class__, parallel = _CLASSES[type(module)]
+    module.__class__, parallel = _CLASSES[type(module)], _PARALLEL[row.sharded]
     # Transformer Engine's linears have the group under another name where they exchange nothing themselves.
     group = getattr(module, "_tp_group", None) or module.tp_group
     rank, size = (0, 1) if group is None else (group.rank(), group.size())

@@ -79,17 +79,18 @@ class SnipRun:
         """Use this ``gemm_library``, before the model is converted, because some rank cannot load a faster one."""
         self._library = library
 
-    def begin(self, model_config: Any) -> None:
-        """Wrap Megatron's ``train_step``, and register the hook that converts the model.
-
-        The caller must push :meth:`leave` on an ExitStack around training. No collective is called.
-        """
+    @contextmanager
+    def around(self, model_config: Any) -> Iterator[None]:
+        """Run Megatron's training inside this context under SNIP. ``model_config`` gets the hook that converts it."""
         if torch.cuda.is_available():
             share_cache()
-        self.undo.callback(compat.wrap_train_step(self.wrap))
-        if self._config.gradient_reduction != "fp32":
-            self.undo.enter_context(compat.gradients_reduced_in_fp8(self._args))
-        model_config.pre_wrap_hooks.append(self.pre_wrap_hook)
+        with ExitStack() as stack:
+            stack.push(self.leave)
+            self.undo.callback(compat.wrap_train_step(self.wrap))
+            if self._config.gradient_reduction != "fp32":
+                self.undo.enter_context(compat.gradients_reduced_in_fp8(self._args))
+            model_config.pre_wrap_hooks.append(self.pre_wrap_hook)
+            yield
 
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:
         """Convert the linears in place. Megatron calls this hook after it builds the model and before it wraps it."""
@@ -357,9 +358,7 @@ class SnipRun:
                 if run is not None:
                     run.set_fact("request", request.as_dict())
             times.watch(registry)
-            if request.times is None:
-                measure = times.measure
-            elif times.spans:
+            if request.times is None or times.spans:
                 measure = times.renew
         self._unmeasured = times if request.times is None else None
         tokens = args.global_batch_size * args.seq_length

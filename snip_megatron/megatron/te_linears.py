@@ -263,13 +263,13 @@ def _is_weighted_swiglu(mlp: Any) -> bool:
     return not (other or offloads or config.moe_mlp_glu_interleave_size is not None)
 
 
-CLASSES: dict[type, tuple[type, str]] = {
-    TELinear: (SnipTELinear, "whole"),
-    TEColumnParallelLinear: (SnipTEColumnParallelLinear, "column"),
-    TERowParallelLinear: (SnipTERowParallelLinear, "row"),
-    TELayerNormColumnParallelLinear: (SnipTELayerNormColumnParallelLinear, "column"),
-    TELayerNormColumnParallelLinearGathered: (SnipTELayerNormColumnParallelLinearGathered, "column"),
-    TEColumnParallelGroupedLinear: (SnipTEColumnParallelGroupedLinear, "column"),
-    TERowParallelGroupedLinear: (SnipTERowParallelGroupedLinear, "row"),
+CLASSES: dict[type, type] = {
+    TELinear: SnipTELinear,
+    TEColumnParallelLinear: SnipTEColumnParallelLinear,
+    TERowParallelLinear: SnipTERowParallelLinear,
+    TELayerNormColumnParallelLinear: SnipTELayerNormColumnParallelLinear,
+    TELayerNormColumnParallelLinearGathered: SnipTELayerNormColumnParallelLinearGathered,
+    TEColumnParallelGroupedLinear: SnipTEColumnParallelGroupedLinear,
+    TERowParallelGroupedLinear: SnipTERowParallelGroupedLinear,
 }
-"""Class of a built linear → the class after conversion, and how its weights are sharded."""
+"""Class of a built linear → the class after conversion."""
