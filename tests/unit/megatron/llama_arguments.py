@@ -70,12 +70,12 @@ def megatron_parser() -> argparse.ArgumentParser:
 DEFAULTS = vars(megatron_parser().parse_args([]))
 
 
-def arguments(**given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{**DEFAULTS, **_DERIVED, **given})
+def arguments(**changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{**DEFAULTS, **_DERIVED, **changes})
 
 
-def run_arguments(**given: Any) -> argparse.Namespace:
-    return arguments(**_RUN | given)
+def run_arguments(**changes: Any) -> argparse.Namespace:
+    return arguments(**_RUN | changes)
 
 
 def check(snip: SnipConfig, args: argparse.Namespace) -> None:

@@ -36,9 +36,9 @@ def test_peek_repeats_and_training_gets_the_same_objects() -> None:
     data = RerunDataIterator(iter(batches))
     assert next(data) is batches[0]
     for _ in range(2):
-        seen = list(compat.repeated(data, range(2)))
-        assert seen == batches[1:3]
-        for batch in seen:
+        repeats = list(compat.repeated(data, range(2)))
+        assert repeats == batches[1:3]
+        for batch in repeats:
             batch["tokens"] = None  # a forward step may do that to its dictionary
     assert [next(data) for _ in range(4)] == [{"tokens": i} for i in range(1, 5)]
     assert list(compat.repeated(data, ())) == []

@@ -82,10 +82,10 @@ def test_nothing_is_left_behind(model: list[torch.nn.Module]) -> None:
 def test_losses_of_multi_token_prediction_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.current_device", lambda: "cpu")
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
-    one = torch.ones(())
-    MTPLossLoggingHelper.save_metrics_to_tracker(2 * one, one, one, 0, 1)
+    unit = torch.ones(())
+    MTPLossLoggingHelper.save_metrics_to_tracker(2 * unit, unit, unit, 0, 1)
     with routers_restored([]):
-        MTPLossLoggingHelper.save_metrics_to_tracker(3 * one, one, one, 0, 1)
+        MTPLossLoggingHelper.save_metrics_to_tracker(3 * unit, unit, unit, 0, 1)
     assert float(MTPLossLoggingHelper.tracker["loss_values"]) == 2
 
 
@@ -130,7 +130,7 @@ def test_recompute_runs_a_forward_twice(model: list[torch.nn.Module]) -> None:
         noted = recomputed(0.0)
         routing.start(first=False)
         again = recomputed(0.7)
-    assert all(torch.equal(one[1], other[1]) for one, other in zip(noted, again, strict=True))
+    assert all(torch.equal(first[1], repeat[1]) for first, repeat in zip(noted, again, strict=True))
 
 
 def test_a_fused_router_routes_unfused_while_it_repeats(model: list[torch.nn.Module]) -> None:

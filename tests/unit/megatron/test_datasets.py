@@ -24,8 +24,8 @@ DATA: dict[str, Any] = {
 }  # fmt: skip
 
 
-def data_args(**given: Any) -> Namespace:
-    return Namespace(**(DATA | given))
+def data_args(**changes: Any) -> Namespace:
+    return Namespace(**(DATA | changes))
 
 
 def test_no_data() -> None:
@@ -49,7 +49,7 @@ def test_other_kinds_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("options", "flag"),
     [
         ({"transformer_impl": "local"}, "--transformer-impl local: it packs documents; use transformer_engine"),
         ({"pipeline_model_parallel_size": 2}, "--micro-batch-size 2 on several pipeline stages: .*; use 1"),
@@ -60,9 +60,9 @@ def test_other_kinds_are_refused() -> None:
         ({"tokenizer_type": "NullTokenizer"}, "--tokenizer-type NullTokenizer; use SFTTokenizer"),
     ],
 )
-def test_what_packed_documents_cannot_be_combined_with(given: dict[str, Any], found: str) -> None:
-    with pytest.raises(SnipError, match=f"--sft cannot be combined with {found}"):
-        check_data(data_args(sft=True, **given))
+def test_what_packed_documents_cannot_be_combined_with(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(SnipError, match=f"--sft cannot be combined with {flag}"):
+        check_data(data_args(sft=True, **options))
 
 
 def test_conversations_are_a_file_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,11 +67,11 @@ def loss_of(model: GPTModel, microbatch: int) -> torch.Tensor:
 def truth(model: GPTModel, microbatch: int, change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Truth:
     """By hooks of torch on the sub-blocks' inputs: attention's residual is the layer's input, the MLP's what its norm
     reads, and the last boundary what the final norm reads."""
-    seen = Truth()
+    record = Truth()
 
     def keep(stream: torch.Tensor) -> None:
         stream.retain_grad()
-        seen.h.append(stream)
+        record.h.append(stream)
 
     handles = []
     if change is not None:
@@ -82,7 +82,7 @@ def truth(model: GPTModel, microbatch: int, change: Callable[[torch.Tensor], tor
     loss_of(model, microbatch).backward()
     for handle in handles:
         handle.remove()
-    return seen
+    return record
 
 
 def square(t: torch.Tensor, sample: int = SEQUENCE * BATCH) -> float:
@@ -158,10 +158,10 @@ def test_tokens_that_are_embedded_again_get_no_noise(model: GPTModel, monkeypatc
     enter = input_hook(model)
     handle = enter(lambda out: out + 1)
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    seen = [model.embedding(tokens(0)[:, 1:], positions) for _ in range(6)]
+    embeddings = [model.embedding(tokens(0)[:, 1:], positions) for _ in range(6)]
     handle.remove()
     plain = model.embedding(tokens(0)[:, 1:], positions)
-    assert [torch.equal(out, plain + (call % 3 == 0)) for call, out in enumerate(seen)] == [True] * 6
+    assert [torch.equal(out, plain + (call % 3 == 0)) for call, out in enumerate(embeddings)] == [True] * 6
 
 
 class Attention(torch.nn.Module):
@@ -170,8 +170,8 @@ class Attention(torch.nn.Module):
     current_max_attn_logits: torch.Tensor | None = None
 
     def forward(self, logits: torch.Tensor) -> None:
-        seen = self.current_max_attn_logits
-        self.current_max_attn_logits = logits if seen is None else torch.max(seen, logits)
+        maximum = self.current_max_attn_logits
+        self.current_max_attn_logits = logits if maximum is None else torch.max(maximum, logits)
 
 
 class Chunk(torch.nn.Sequential):

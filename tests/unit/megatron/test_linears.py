@@ -144,8 +144,8 @@ class Run:
 
 
 def gpt(**changes: Any) -> GPTModel:
-    one = {"num_layers": 1, "ffn_hidden_size": 128, "bias_activation_fusion": True, "params_dtype": torch.bfloat16}
-    return dense(**one | changes)
+    sizes = {"num_layers": 1, "ffn_hidden_size": 128, "bias_activation_fusion": True, "params_dtype": torch.bfloat16}
+    return dense(**sizes | changes)
 
 
 def tensors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,8 +154,8 @@ def tensors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (40 * x).to(torch.bfloat16).requires_grad_(), (1e-3 * g).to(torch.bfloat16)
 
 
-def assert_alike(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for a, b in zip(found, expected, strict=True):
+def assert_alike(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for a, b in zip(actual, expected, strict=True):
         assert a.dtype is b.dtype
         assert decibel(b.double(), a) > 40
 

@@ -18,7 +18,7 @@ OFF = ("fp8", "fp4", "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for
 
 
 @pytest.mark.parametrize(
-    ("given", "backend", "formats"),
+    ("options", "backend", "formats"),
     [
         ("--fp8-format hybrid --fp8-param-gather", "hopper", ("bf16", "fp8_tensor")),
         ("--fp8-format hybrid --fp8-recipe tensorwise", None, ("fp8_tensor", "fp4")),
@@ -33,15 +33,15 @@ OFF = ("fp8", "fp4", "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for
     ],
 )
 def test_the_recipe_names_the_candidates(
-    given: str, backend: str | None, formats: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    options: str, backend: str | None, formats: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = let_snip_choose(add_arguments(megatron_parser()))
-    args = parser.parse_args(["--snip", *shlex.split(given)])
+    args = parser.parse_args(["--snip", *shlex.split(options)])
     assert {name: getattr(args, name) for name in OFF} == {name: DEFAULTS[name] for name in OFF}
     assert resolve_arguments(args, backend).formats == formats
     said = capsys.readouterr().out
-    assert said.count("left out: SNIP chooses the formats of linears") == (1 if given else 0)
-    assert all(word in said for word in shlex.split(given) if word.startswith("--fp") and "recipe" not in word)
+    assert said.count("left out: SNIP chooses the formats of linears") == (1 if options else 0)
+    assert all(word in said for word in shlex.split(options) if word.startswith("--fp") and "recipe" not in word)
 
 
 SINGLE = ("moe_single_grouped_weight", "moe_single_grouped_bias")
@@ -51,7 +51,7 @@ DENSE = {"schema": "snip.map/1", "choices": {"decoder.layers.1.mlp.linear_fc1": 
 
 @pytest.mark.skipif("moe_use_grouped_tensor" not in DEFAULTS, reason="Megatron 0.19 has them in its op fuser only")
 @pytest.mark.parametrize(
-    ("given", "of_map", "rows", "weights"),
+    ("options", "of_map", "rows", "weights"),
     [
         ("", None, True, False),
         ("--snip-policy bf16", None, True, True),
@@ -65,14 +65,14 @@ DENSE = {"schema": "snip.map/1", "choices": {"decoder.layers.1.mlp.linear_fc1": 
     ],
 )
 def test_experts_share_a_parameter_where_the_map_leaves_them_alone(
-    given: str,
+    options: str,
     of_map: dict[str, Any] | None,
     rows: bool,
     weights: bool,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = shlex.split(f"--snip --num-layers 2 --moe-use-grouped-tensor {given}")
+    words = shlex.split(f"--snip --num-layers 2 --moe-use-grouped-tensor {options}")
     if of_map is not None:
         (tmp_path / "map.json").write_text(json.dumps(of_map))
         words += ["--snip-map", str(tmp_path / "map.json")]
@@ -103,22 +103,22 @@ def test_without_snip_megatron_s_own_precision_stays() -> None:
 OF_NCCLEP = 1.5 if "moe_ncclep_static_shape" in DEFAULTS else None  # Megatron 0.20 runs ncclep without it
 
 
-@pytest.mark.parametrize(("backend", "kept"), [("hybridep", None), ("ncclep", OF_NCCLEP)])
+@pytest.mark.parametrize(("backend", "factor"), [("hybridep", None), ("ncclep", OF_NCCLEP)])
 def test_the_bound_of_fused_operations_goes_with_them_where_the_backend_allows(
-    backend: str, kept: float | None, capsys: pytest.CaptureFixture[str]
+    backend: str, factor: float | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--use-transformer-engine-op-fuser", "--moe-paged-stash", "--moe-expert-rank-capacity-factor", "1.5"]
     parser = let_snip_choose(add_arguments(megatron_parser()))
     words += ["--cuda-graph-impl", "full_iteration", "--disable-bias-linear"]
     args = parser.parse_args(["--snip", *words, "--moe-flex-dispatcher-backend", backend])
-    assert (args.moe_expert_rank_capacity_factor, args.moe_paged_stash) == (kept, False)
+    assert (args.moe_expert_rank_capacity_factor, args.moe_paged_stash) == (factor, False)
     parts = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
-    assert ("--moe-expert-rank-capacity-factor 1.5" in (said := capsys.readouterr().out)) == (kept is None)
-    assert (parts in said) == (args.cuda_graph_impl == "transformer_engine") == (kept is None)
+    assert ("--moe-expert-rank-capacity-factor 1.5" in (said := capsys.readouterr().out)) == (factor is None)
+    assert (parts in said) == (args.cuda_graph_impl == "transformer_engine") == (factor is None)
 
 
 @pytest.mark.parametrize(
-    ("graphs", "kept"),
+    ("graphs", "delayed"),
     [
         ("none", True),
         ("transformer_engine", True),
@@ -127,25 +127,25 @@ def test_the_bound_of_fused_operations_goes_with_them_where_the_backend_allows(
     ],
 )
 def test_wgrads_are_delayed_beside_graphs_that_hold_the_address_of_gradients(
-    graphs: str, kept: bool, capsys: pytest.CaptureFixture[str]
+    graphs: str, delayed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = let_snip_choose(add_arguments(megatron_parser()))
     args = parser.parse_args(["--snip", "--delay-wgrad-compute", "--cuda-graph-impl", *graphs.split()])
-    assert args.delay_wgrad_compute is kept
-    assert ("--delay-wgrad-compute left out" in capsys.readouterr().out) is not kept
+    assert args.delay_wgrad_compute is delayed
+    assert ("--delay-wgrad-compute left out" in capsys.readouterr().out) is not delayed
 
 
 BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
 DELAYED = "--fp8-format e4m3 --fp8-recipe delayed --fp8-amax-history-len 8 --fp8-amax-compute-algo max"
 
 
-def blamed(given: str) -> argparse.Namespace:
-    words = ["--snip-blame", "7", "--transformer-impl", "transformer_engine", *shlex.split(given)]
+def blamed(options: str) -> argparse.Namespace:
+    words = ["--snip-blame", "7", "--transformer-impl", "transformer_engine", *shlex.split(options)]
     return let_snip_choose(add_arguments(megatron_parser())).parse_args(words)
 
 
 @pytest.mark.parametrize(
-    ("given", "env", "recipe"),
+    ("options", "env", "recipe"),
     [
         ("--fp8-format hybrid", {}, HostRecipe("delayed", hybrid=True)),
         (f"{DELAYED} --fp8-margin 1", {}, HostRecipe("delayed", margin=1, history=8, most_recent=False)),
@@ -157,28 +157,28 @@ def blamed(given: str) -> argparse.Namespace:
     ],
 )
 def test_blame_without_snip_looks_at_megatron_s_own_recipe(
-    given: str, env: dict[str, str], recipe: HostRecipe, monkeypatch: pytest.MonkeyPatch
+    options: str, env: dict[str, str], recipe: HostRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key, value in env.items():
         monkeypatch.setenv(key, value)
-    args = blamed(given)
+    args = blamed(options)
     assert args.snip_host_recipe == recipe
-    assert bool(args.fp8) is ("fp8-format" in given)  # Megatron's own FP8 stays on
+    assert bool(args.fp8) is ("fp8-format" in options)  # Megatron's own FP8 stays on
     config = resolve_arguments(args)
     assert (config.enabled, config.updates, config.gemm, config.blame) == (True, False, "reference", "7")
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("options", "named"),
     [
         ("--fp8-format e4m3 --fp8-recipe custom", "--fp8-recipe custom"),
         ("--fp8-format hybrid --fp8-param-gather", "--fp8-param-gather"),
         ("--fp8-format hybrid --transformer-impl local", "--transformer-impl local quantises nothing"),
     ],
 )
-def test_blame_refuses_what_it_cannot_emulate(given: str, named: str) -> None:
+def test_blame_refuses_what_it_cannot_emulate(options: str, named: str) -> None:
     with pytest.raises(SnipError, match=named):
-        blamed(given)
+        blamed(options)
 
 
 def test_blame_with_a_map_is_that_of_a_job_under_snip() -> None:

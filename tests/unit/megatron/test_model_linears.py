@@ -24,7 +24,7 @@ def test_a_dense_decoder_has_the_same_linears_on_every_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "stages", "virtual", "given", "expected"),
+    ("layers", "stages", "virtual", "options", "expected"),
     [
         (4, 2, None, {}, [0, 0, 1, 1]),
         (4, 2, 2, {}, [0, 1, 0, 1]),
@@ -34,10 +34,10 @@ def test_a_dense_decoder_has_the_same_linears_on_every_layout() -> None:
     ],
 )
 def test_stages_are_those_that_megatron_builds(
-    layers: int, stages: int, virtual: int | None, given: dict[str, Any], expected: list[int]
+    layers: int, stages: int, virtual: int | None, options: dict[str, Any], expected: list[int]
 ) -> None:
     actual = on_meta(
-        num_layers=layers, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual, **given
+        num_layers=layers, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual, **options
     )
     assert [row.stage for row in actual.covered[::4]] == expected
     assert actual.names == dense_names(layers)

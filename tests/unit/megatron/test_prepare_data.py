@@ -52,20 +52,20 @@ def test_megatron_reads_back_every_file_with_its_end(texts: Path, tmp_path: Path
     output = tmp_path / "out"
     extra = ["--vocab-size", "300"] if tokenizer == "bpe" else []
     assert prepare(texts, "--output", output, "--tokenizer", tokenizer, "--holdout", "0.2", *extra) == 0
-    made = manifest(output)
+    facts = manifest(output)
     loaded = Tokenizer.from_file(str(output / "tokenizer" / "tokenizer.json"))
-    end = made["tokenizer"]["end_of_document_id"]
+    end = facts["tokenizer"]["end_of_document_id"]
     result = []
     for name in ("train", "valid"):
         part = documents(output / name)
-        assert len(part) == made[name]["files"]
-        assert sum(map(len, part)) == made[name]["tokens"]
+        assert len(part) == facts[name]["files"]
+        assert sum(map(len, part)) == facts[name]["tokens"]
         for document in part:
             assert document[-1] == end
             assert end not in document[:-1]
             result.append(loaded.decode(document[:-1].tolist(), skip_special_tokens=False))
     assert sorted(result) == sorted(path.read_text() for path in texts.rglob("*.txt"))
-    assert made["valid"]["files"] >= 1
+    assert facts["valid"]["files"] >= 1
 
 
 BPE = prepare_data.train_bpe(iter(["the quick brown fox " * 5, "    return self.value\n" * 5]), 280)
@@ -99,16 +99,16 @@ def test_equal_input_gives_equal_bytes_wherever_it_lies(texts: Path, tmp_path: P
 
 
 def test_other_files_do_not_move_a_file_across_the_split(texts: Path) -> None:
-    def held() -> set[str]:
+    def holdout() -> set[str]:
         files, _ = prepare_data.collect([texts], ["*"])
         train, valid = prepare_data.split(files, 0.3)
         assert len(train) + len(valid) == len(files)
         assert 0 < len(valid) < 25
         return {file.key for file in valid}
 
-    before = held()
+    before = holdout()
     (texts / "new.txt").write_text("something new\n")
-    assert held() - {"texts/new.txt"} == before
+    assert holdout() - {"texts/new.txt"} == before
 
 
 def test_skipped_files_are_counted(texts: Path, tmp_path: Path) -> None:
@@ -155,10 +155,10 @@ def test_bad_arguments_are_refused(texts: Path, tmp_path: Path, arguments: list[
 
 
 def test_one_file_has_no_holdout(texts: Path, tmp_path: Path) -> None:
-    one = texts / "part0" / "00.txt"
+    path = texts / "part0" / "00.txt"
     with pytest.raises(SnipError, match="too few for a hold-out"):
-        prepare(one, "--output", tmp_path / "out")
-    prepare(one, "--output", tmp_path / "out", "--holdout", "0", "--tokenizer", "bytes")
+        prepare(path, "--output", tmp_path / "out")
+    prepare(path, "--output", tmp_path / "out", "--holdout", "0", "--tokenizer", "bytes")
     assert manifest(tmp_path / "out")["valid"] is None
     assert not (tmp_path / "out" / "valid.bin").exists()
 

@@ -24,11 +24,11 @@ def remedy(
     formats: Format = Format.FP8,
     recipe: HostRecipe | None = None,
     timings: str | None = None,
-    **given: Any,
+    **changes: Any,
 ) -> Remedy:
     """The remedy of a step of eight layers whose culprits are the fprops of these linears."""
     off = {"first_last_layers_bf16": False, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
-    args = run_arguments(**{"pipeline_model_parallel_size": 1, "num_layers": 8, **off, **given})
+    args = run_arguments(**{"pipeline_model_parallel_size": 1, "num_layers": 8, **off, **changes})
     rows = linears(args).covered
     job = PrecisionMap({option_id(row.name, gemm): formats for row in rows for gemm in Gemm})
     actual = [Culprit(name, "fprop", None, None, "fp8", 0.1, 0.1, 0.9, 0.9, confirmed=True) for name in culprits]
@@ -76,22 +76,22 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 
 def test_a_job_of_megatron_s_own_formats_keeps_them_elsewhere(tmp_path: Path) -> None:
-    own = HostRecipe("tensorwise", hybrid=True)
-    arguments = remedy(tmp_path, FIRST, LAST, formats=Format.FP8_TENSOR, recipe=own, timings="h200", hidden_size=4096)
+    host = HostRecipe("tensorwise", hybrid=True)
+    arguments = remedy(tmp_path, FIRST, LAST, formats=Format.FP8_TENSOR, recipe=host, timings="h200", hidden_size=4096)
     assert (arguments.pins, arguments.map, arguments.recipe) == ((), None, None)
-    ends = ("--num-layers-at-start-in-bf16", "1", "--num-layers-at-end-in-bf16", "1")
-    assert arguments.arguments == ("--first-last-layers-bf16", *ends)
+    counts = ("--num-layers-at-start-in-bf16", "1", "--num-layers-at-end-in-bf16", "1")
+    assert arguments.arguments == ("--first-last-layers-bf16", *counts)
     assert arguments.megatron is not None
-    others = "decoder.layers.0.mlp.linear_fc2", "decoder.layers.3.mlp.linear_fc1"
-    assert [recipe_of(arguments.megatron, name) for name in (FIRST, LAST, *others)] == ["bf16", "bf16", None, None]
+    middle = "decoder.layers.0.mlp.linear_fc2", "decoder.layers.3.mlp.linear_fc1"
+    assert [recipe_of(arguments.megatron, name) for name in (FIRST, LAST, *middle)] == ["bf16", "bf16", None, None]
     assert arguments.slowdown is not None
     assert arguments.slowdown > 1.0
     assert any("no quantizer for fp8 hybrid, recipe tensorwise" in note for note in arguments.notes)
 
 
 def test_files_of_pipeline_stages_count_layers_from_0(tmp_path: Path) -> None:
-    own = HostRecipe("delayed")
-    arguments = remedy(tmp_path, LAST, recipe=own, formats=Format.FP8_TENSOR, pipeline_model_parallel_size=2)
+    recipe = HostRecipe("delayed")
+    arguments = remedy(tmp_path, LAST, recipe=recipe, formats=Format.FP8_TENSOR, pipeline_model_parallel_size=2)
     assert arguments.megatron is not None
     on_stage = "decoder.layers.3.mlp.linear_fc2"
     files = [str(Path(arguments.megatron) / f"stage_{stage}.yaml") for stage in range(2)]

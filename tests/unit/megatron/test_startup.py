@@ -19,10 +19,10 @@ def test_unknown_compat_name_lists_the_known_ones() -> None:
         startup.check_compat_names(["cpu", "nonsense"])
 
 
-@pytest.mark.parametrize("given", [["--yaml-cfg", "run.yaml"], ["--yaml-cfg=run.yaml"]])
-def test_arguments_of_a_file_are_refused(given: list[str]) -> None:
+@pytest.mark.parametrize("options", [["--yaml-cfg", "run.yaml"], ["--yaml-cfg=run.yaml"]])
+def test_arguments_of_a_file_are_refused(options: list[str]) -> None:
     with pytest.raises(SnipError, match=r"^--yaml-cfg is not supported: .* give its arguments on the command line$"):
-        startup.prepare(["--snip", *given], [])
+        startup.prepare(["--snip", *options], [])
     startup.check_sources(["--snip", "--snip-dir", "yaml-cfg", "--te-precision-config-file", "run.yaml"])
 
 

@@ -43,8 +43,8 @@ from snip_megatron.timing.table import STOCK, TimingTable
 QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"
 
 
-def shapes(**given: Any) -> dict[str, LinearShape]:
-    args = run_arguments(**given)
+def shapes(**changes: Any) -> dict[str, LinearShape]:
+    args = run_arguments(**changes)
     layout = layout_of(args, linears(args).covered, SnipConfig())
     return {kind: layout.shapes[row.name] for kind, row in layout.kinds.items()}
 
@@ -98,15 +98,15 @@ def test_experts_share_a_rank_s_tokens() -> None:
     )
     args = run_arguments(**experts)
     times = option_times(SnipConfig(**WANTED, timings="h200"), args, linears(args).covered)
-    one, model = shapes(**experts)["mlp.experts.linear_fc1"], load_cost_model("h200")
+    expert, model = shapes(**experts)["mlp.experts.linear_fc1"], load_cost_model("h200")
     for fmt in ("bf16", "fp8"):
         predicted = times.of("decoder.layers.3.mlp.experts.linear_fc1", Gemm.FPROP, fmt)
-        assert predicted == pytest.approx(model.seconds(one, Gemm.FPROP, Format(fmt)))
+        assert predicted == pytest.approx(model.seconds(expert, Gemm.FPROP, Format(fmt)))
     assert set(times.rest) == {0, 1}
     both = shapes(**experts | {"expert_tensor_parallel_size": 2})["mlp.experts.linear_fc1"]
     assert both == LinearShape(2 * tokens, 512, 1024, microbatches=4 * 4, matrices=4)
     grouped = shapes(**experts | {"moe_grouped_gemm": True})["mlp.experts.linear_fc1"]
-    assert grouped == replace(one, grouped=True, fused="gradient")
+    assert grouped == replace(expert, grouped=True, fused="gradient")
     assert grouped.group == (4, 4 * tokens, 1024, 1024)
     assert not shapes(**experts | {"moe_grouped_gemm": True, "transformer_impl": "local"})[QKV].grouped
 
@@ -133,9 +133,9 @@ def test_times_of_a_table_and_of_flops() -> None:
         expected = load_cost_model("h200").seconds(shapes()[FC1], Gemm.DGRAD, Format(fmt))
         assert by_table.of(f"decoder.layers.5.{FC1}", Gemm.DGRAD, fmt) == expected
     by_flops = option_times(SnipConfig(**WANTED, timings="flops"), args, rows)
-    one = by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "bf16")
-    assert by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "fp8") == one / 2
-    assert by_flops.of(f"decoder.layers.0.{FC2}", None, "bf16") == pytest.approx(3 * one)
+    bf16_seconds = by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "bf16")
+    assert by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "fp8") == bf16_seconds / 2
+    assert by_flops.of(f"decoder.layers.0.{FC2}", None, "bf16") == pytest.approx(3 * bf16_seconds)
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
@@ -154,7 +154,7 @@ def test_planned_steps_are_the_options_seconds_and_the_rest(timings: str, recomp
     for _ in range(10):
         options = [option_id(name, gemm) for name in stages for gemm in Gemm]
         chosen = PrecisionMap(choices={option: Format(draws.choice(formats)) for option in options})
-        predicted = step.step(lambda row, own=chosen: own.formats_of(row.name)).total
+        predicted = step.step(lambda row, chosen=chosen: chosen.formats_of(row.name)).total
         seconds = times.by_stage(chosen, stages)
         summed = step.layout.bubble * max(times.rest[stage] + result for stage, (_, result) in seconds.items())
         assert summed == pytest.approx(predicted, rel=1e-9)
@@ -198,14 +198,14 @@ class FakeClock:
         return result
 
 
-def own(
+def measured_times(
     run: Path | None,
     clock: FakeClock | None = None,
     config: SnipConfig = CONFIG,
     backend: GemmBackend = REFERENCE,
-    **given: Any,
+    **changes: Any,
 ) -> MeasuredTimes:
-    args = run_arguments(**{**SMALL, **given})
+    args = run_arguments(**{**SMALL, **changes})
     return MeasuredTimes(config, args, linears(args).covered, backend, run, CPU, clock)
 
 
@@ -213,29 +213,29 @@ def test_the_first_start_measures_and_later_ones_find_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert own(run).stored() is None
-    measured = own(run, FakeClock()).measure()
+    assert measured_times(run).stored() is None
+    measured = measured_times(run, FakeClock()).measure()
     said = capsys.readouterr().out
     assert "snip: timed the GEMMs of this model (4 shapes, bf16, fp8, fp8_tensor, nvfp4) on cpu in" in said
-    assert own(run).stored() == measured
+    assert measured_times(run).stored() == measured
     assert measured.rest  # of attention and copies, which are timed too
     assert measured.of("decoder.layers.1.mlp.linear_fc1", Gemm.WGRAD, "nvfp4_46") > 0  # a variant: its base is timed
-    assert own(None, FakeClock()).measure() == measured  # of a run without a directory
+    assert measured_times(None, FakeClock()).measure() == measured  # of a run without a directory
 
 
 def test_other_gemms_and_those_of_another_card_or_backend_are_measured_anew(tmp_path: Path) -> None:
     """Of another format, another shard, or another number of tokens."""
-    own(tmp_path, FakeClock()).measure()
+    measured_times(tmp_path, FakeClock()).measure()
     for arguments in (
         {"config": SnipConfig(**WANTED, pin=("*=mxfp8",))},
         {"tensor_model_parallel_size": 1},
         {"micro_batch_size": 2},
     ):
-        assert own(tmp_path, **arguments).stored() is None  # type: ignore[arg-type]
+        assert measured_times(tmp_path, **arguments).stored() is None  # type: ignore[arg-type]
     table = TimingTable.load(tmp_path / TIMINGS)
     for other in (replace(table, device="NVIDIA H200"), replace(table, backend="hopper")):
         (tmp_path / TIMINGS).write_text(other.to_json())
-        assert own(tmp_path).stored() is None
+        assert measured_times(tmp_path).stored() is None
 
 
 def test_megatron_s_own_experts_take_what_they_took_in_the_training(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_megatron_s_own_experts_take_what_they_took_in_the_training(tmp_path: Pa
                "transformer_impl": "transformer_engine", "num_layers": 3}  # fmt: skip
 
     def start(*layers: float, linears: Sequence[str] = ("fc1", "fc2")) -> MeasuredTimes:
-        times = own(tmp_path, FakeClock(), **experts)
+        times = measured_times(tmp_path, FakeClock(), **experts)
         for linear in linears:
             for layer, seconds in enumerate(layers):
                 name = f"decoder.layers.{layer}.mlp.experts.linear_{linear}"
@@ -267,9 +267,9 @@ def test_megatron_s_own_experts_take_what_they_took_in_the_training(tmp_path: Pa
 
 def test_a_damaged_file_is_named_and_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    own(run, FakeClock()).measure()
+    measured_times(run, FakeClock()).measure()
     (run / TIMINGS).write_text('{"schema"')
-    assert own(run).stored() is None
+    assert measured_times(run).stored() is None
     assert f"snip: {run / TIMINGS}: not JSON" in capsys.readouterr().out
 
 
@@ -361,8 +361,8 @@ def forward(x: Tensor, factor: float) -> tuple[Tensor, str]:
 
 def test_a_forward_with_its_backward_is_noted() -> None:
     spans, x = Spans(), torch.ones(4, requires_grad=True)
-    y, rest = spans.run(forward, 1.0 * x, 3.0)
-    assert rest == "bias"
+    y, bias = spans.run(forward, 1.0 * x, 3.0)
+    assert bias == "bias"
     assert spans.seconds() is None  # the backward is still to come
     y.sum().backward()
     assert x.grad is not None

@@ -45,7 +45,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize(
-    ("given", "snip"),
+    ("options", "snip"),
     [
         (FULLY_SHARDED, {}),
         ({"use_torch_fsdp2": True}, {}),
@@ -67,8 +67,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_what_goes_together(given: dict[str, Any], snip: dict[str, Any]) -> None:
-    check(config(**snip), arguments(**given))
+def test_what_goes_together(options: dict[str, Any], snip: dict[str, Any]) -> None:
+    check(config(**snip), arguments(**options))
 
 
 FSDP = "--use-megatron-fsdp cannot be combined with "
@@ -81,7 +81,7 @@ OF_FP8 = "--snip-gradient-reduction fp8"
 
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize(
-    ("given", "snip", "start", "words"),
+    ("options", "snip", "start", "words"),
     [
         (FULLY_SHARDED | {"data_parallel_sharding_strategy": "optim"}, {},
          f"{FSDP}--data-parallel-sharding-strategy optim under --snip; use", "use --use-distributed-optimizer alone"),
@@ -119,8 +119,8 @@ OF_FP8 = "--snip-gradient-reduction fp8"
     ],
     ids=str,
 )  # fmt: skip
-def test_what_does_not(given: dict[str, Any], snip: dict[str, Any], start: str, words: str) -> None:
-    result = refused(config(**snip), arguments(**given))
+def test_what_does_not(options: dict[str, Any], snip: dict[str, Any], start: str, words: str) -> None:
+    result = refused(config(**snip), arguments(**options))
     assert result.startswith(start)
     assert words in result
 
@@ -278,7 +278,7 @@ MIXTURE: dict[str, Any] = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidd
 
 
 @pytest.mark.parametrize(
-    ("tp", "given", "cut"),
+    ("tp", "options", "cut"),
     [
         (1, {"ffn_hidden_size": 100}, []),  # one shard is what every other layout is held against
         (2, {}, []),
@@ -290,8 +290,8 @@ MIXTURE: dict[str, Any] = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidd
         (2, MIXTURE | {"expert_tensor_parallel_size": 2}, ["columns of mlp.experts.linear_fc2 384 / 2 ranks = 192"]),
     ],
 )  # fmt: skip
-def test_what_is_cut(tp: int, given: dict[str, Any], cut: list[str]) -> None:
-    args = llama_arguments.arguments(**CUT_SIZES | {"tensor_model_parallel_size": tp} | given)
+def test_what_is_cut(tp: int, options: dict[str, Any], cut: list[str]) -> None:
+    args = llama_arguments.arguments(**CUT_SIZES | {"tensor_model_parallel_size": tp} | options)
     assert cut_tiles(args, linears(args)) == cut
 
 

@@ -35,8 +35,8 @@ LATE: Answer = None
 
 def table(step: int) -> StatisticsTable:
     rows = tuple(LinearRow(name, 0, 4, 4) for name in NAMES)
-    made = with_columns(make_table(layers=1), "linear", **dict.fromkeys(LINEAR_COLUMNS, 1.0))
-    return replace(made, step=step, linears=rows)
+    columns = with_columns(make_table(layers=1), "linear", **dict.fromkeys(LINEAR_COLUMNS, 1.0))
+    return replace(columns, step=step, linears=rows)
 
 
 def measured(table: StatisticsTable) -> ProbeResult:
@@ -117,15 +117,15 @@ class SlowKernels:
     """Kernels that this rank has compiled from its ``steps``-th look on."""
 
     def __init__(self, steps: int) -> None:
-        self.left, self.waited = steps, 0
+        self.remaining, self.waited = steps, 0
 
     def begin(self) -> bool:
-        return self.left <= 0
+        return self.remaining <= 0
 
     def finish(self, seconds: float = math.inf) -> bool:
         self.waited += seconds > 0
-        self.left = 0 if seconds else self.left - 1
-        return self.left <= 0
+        self.remaining = 0 if seconds else self.remaining - 1
+        return self.remaining <= 0
 
     def complete(self) -> Mapping[str, float]:
         return {"kernels": 3}

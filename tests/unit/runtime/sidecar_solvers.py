@@ -47,7 +47,7 @@ def by_policy(job: SolveJob) -> SidecarResult:
 
 def environment(job: SolveJob) -> SidecarResult:
     """Reports what the worker sees instead of scores."""
-    seen = {name: os.environ[name] for name in RANK_NAMES if name in os.environ}
+    variables = {name: os.environ[name] for name in RANK_NAMES if name in os.environ}
     heavy = [m for m in ("torch", "megatron", "__mp_main__") if m in sys.modules]
-    scores: dict[str, Any] = {"rank": seen, "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"), "imported": heavy}
+    scores: dict[str, Any] = {"rank": variables, "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"), "imported": heavy}
     return SidecarResult(candidates=plain(job).candidates, scores=scores)

@@ -195,10 +195,10 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
 def test_each_argument_reaches_its_field_and_no_other(name: str) -> None:
     values, expected = SAMPLES[name]
     # No timings beside a share of FLOPs, and nothing to deploy without phases.
-    others = {"timings": ("--snip-budget", "speedup=1.2"), "deploy": ("--snip-schedule", "auto")}.get(name, ())
-    config = parse("--snip", flag(name), *values, *others)
+    context = {"timings": ("--snip-budget", "speedup=1.2"), "deploy": ("--snip-schedule", "auto")}.get(name, ())
+    config = parse("--snip", flag(name), *values, *context)
     assert getattr(config, name) == expected != FIELDS[name].default
-    assert config == dataclasses.replace(parse("--snip", *others), **{name: expected})
+    assert config == dataclasses.replace(parse("--snip", *context), **{name: expected})
 
 
 # -- values that cannot work -----------------------------------------------------------------------------------

@@ -46,10 +46,10 @@ def test_a_run_that_waits_for_maps_waits_for_kernels() -> None:
 
 
 def test_a_linear_that_no_gradient_reaches_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    made = table(2)
-    made.linear["g2"][-1] = 0.0
+    statistics = table(2)
+    statistics.linear["g2"][-1] = 0.0
     run = Run(Script())
-    run.controller.before_step(2, lambda clip: measured(made))
+    run.controller.before_step(2, lambda clip: measured(statistics))
     assert run.script.submitted == [(2, 1)]
     assert capsys.readouterr().out.startswith(f"snip: no gradient reaches {NAMES[-1]} (1 such linears): ")
 
@@ -67,7 +67,7 @@ def test_a_dropped_update_is_tried_again_after_a_lag_and_after_three_ever_later(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also across a resume, and where another update would be due. A success ends it."""
-    tries: list[int] = []
+    probes: list[int] = []
     restored = None
     broken = table(0)
     broken.linear["g2"][0] = float("inf")
@@ -76,7 +76,7 @@ def test_a_dropped_update_is_tried_again_after_a_lag_and_after_three_ever_later(
         for step in range(start, end):
 
             def probe(clip: float, step: int = step) -> ProbeResult:
-                tries.append(step)
+                probes.append(step)
                 if step == 2:
                     raise UpdateDroppedError("rank 1 on there, statistics: OutOfMemoryError: none left", sequences=2)
                 return measured(replace(broken if step < 34 else table(step), step=step))
@@ -85,7 +85,7 @@ def test_a_dropped_update_is_tried_again_after_a_lag_and_after_three_ever_later(
             run.controller.after_step(step, torch.tensor(1.0), 0.5)
             assert run.controller.state.sequences == (None if step < 2 else 2 if step < 34 else 1)
         restored = ControllerState.from_bytes(run.controller.state_to_save())
-    assert tries == [2, 4, 6, 10, 18, 34, 38]  # 8, 14, 20, … are every sixth step after the first update
+    assert probes == [2, 4, 6, 10, 18, 34, 38]  # 8, 14, 20, … are every sixth step after the first update
     assert run.script.submitted == [(34, 1), (38, 2)]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("snip: the update of step 2 is dropped: rank 1 on there, statistics: OutOfMemoryError: ")

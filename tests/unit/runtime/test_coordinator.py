@@ -68,8 +68,8 @@ def test_a_solve_that_failed_is_printed_as_well(tmp_path: Path, capsys: pytest.C
 def test_a_map_is_predicted_by_the_steps_of_the_map_in_force() -> None:
     rows = table(8).linears
     seconds = {row.name: {gemm.value: {"bf16": 1e-3, "fp8": 5e-4} for gemm in Gemm} for row in rows}
-    known = OptionTimes("card", seconds, rest={row.stage: 1e-3 for row in rows})
-    request = SolveRequest(budget=Budget("speedup", 1.5), formats=("bf16", "fp8"), times=known)
+    times = OptionTimes("card", seconds, rest={row.stage: 1e-3 for row in rows})
+    request = SolveRequest(budget=Budget("speedup", 1.5), formats=("bf16", "fp8"), times=times)
     coordinator = RankZeroCoordinator(SnipConfig(enabled=True, wait=120.0), request, rows, None, None)
     for step in range(20):
         coordinator.record_step_time(step, 0.1)

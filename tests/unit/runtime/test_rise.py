@@ -49,10 +49,10 @@ def test_a_rise_is_the_mean_with_its_standard_error() -> None:
 
 
 def test_candidates_are_compared_with_what_their_backwards_are_predicted_to_cost() -> None:
-    own, rule = candidate(Format.FP8, 1e-3, backward=1e-4), candidate(Format.FP4, 9e-4, backward=8e-4)
-    assert Comparison((own, rule), (rise(1.5e-3), rise(1e-3)), None).best == 0
-    assert Comparison((own, rule), (rise(1.9e-3), rise(1e-3)), None).best == 1
-    assert Comparison((own, own), (rise(1e-3), rise(1e-3)), None).best == 0
+    solution, rule = candidate(Format.FP8, 1e-3, backward=1e-4), candidate(Format.FP4, 9e-4, backward=8e-4)
+    assert Comparison((solution, rule), (rise(1.5e-3), rise(1e-3)), None).best == 0
+    assert Comparison((solution, rule), (rise(1.9e-3), rise(1e-3)), None).best == 1
+    assert Comparison((solution, solution), (rise(1e-3), rise(1e-3)), None).best == 0
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_a_state_of_an_older_version_loads() -> None:
 def test_the_rule_at_the_same_share_is_a_second_candidate() -> None:
     job = make_job()
     noise = replace(job, request=replace(job.request, estimator="noise"))
-    own, rule = solve_job(noise).candidates
-    assert (own.policy, rule.policy) == ("snip", "backward-first")
+    solution, rule = solve_job(noise).candidates
+    assert (solution.policy, rule.policy) == ("snip", "backward-first")
     flops = {row.name: row.flops for row in job.table.linears}
-    assert min(fp4_fraction(each.precision_map, flops) for each in (own, rule)) >= 0.5
+    assert min(fp4_fraction(each.precision_map, flops) for each in (solution, rule)) >= 0.5
     # By the update's own scores, the update's own map is the best.
-    assert own.predicted + own.backward <= rule.predicted + rule.backward
-    assert own.precision_map.objective == pytest.approx(own.predicted + own.backward, rel=1e-3)
+    assert solution.predicted + solution.backward <= rule.predicted + rule.backward
+    assert solution.precision_map.objective == pytest.approx(solution.predicted + solution.backward, rel=1e-3)
     assert rule.precision_map.objective == pytest.approx(rule.predicted + rule.backward, rel=1e-3)
     assert len(solve_job(job).candidates) == 1  # with the Fisher estimate, dgrads and wgrads cost nothing anyway
     paper = replace(noise, request=replace(noise.request, q="paper"))

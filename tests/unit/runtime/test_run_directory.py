@@ -112,8 +112,8 @@ def test_the_validation_before_the_save_of_the_loaded_checkpoint_is_kept(tmp_pat
             run.event(step, "validation", formats="map", loss=float(step))
             run.event(step, "adopt", version=step)
     new_run(tmp_path, resume_step=6).close()
-    kept = [(event["event"], event["step"]) for event in read_events(tmp_path)]
-    assert kept == [("validation", 3), ("adopt", 3), ("validation", 6), ("resume", 6)]
+    events = [(event["event"], event["step"]) for event in read_events(tmp_path)]
+    assert events == [("validation", 3), ("adopt", 3), ("validation", 6), ("resume", 6)]
 
 
 def test_resume_removes_a_torn_last_line(tmp_path):

@@ -91,13 +91,13 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(at: int) -> None:
     whole.steps(0, 20)
     part = run_of(one_plan())
     part.steps(0, at)
-    rest = run_of(one_plan(), restored_from(part))
-    rest.steps(at, 20)
-    assert part.formats | rest.formats == whole.formats
-    assert restored_from(rest) == restored_from(whole)
+    resumed = run_of(one_plan(), restored_from(part))
+    resumed.steps(at, 20)
+    assert part.formats | resumed.formats == whole.formats
+    assert restored_from(resumed) == restored_from(whole)
     phases = [step for step in whole.script.of("phase") if step >= at]
-    assert rest.script.of("phase") == phases
-    assert rest.script.phases == ([whole.script.phases[0]] if at <= 4 else [])  # what was on its way is asked again
+    assert resumed.script.of("phase") == phases
+    assert resumed.script.phases == ([whole.script.phases[0]] if at <= 4 else [])  # what was on its way is asked again
 
 
 def test_a_warm_checkpoint_s_steps_do_not_count() -> None:
@@ -111,9 +111,9 @@ def test_a_warm_checkpoint_s_steps_do_not_count() -> None:
 def test_a_pending_plan_for_another_end_is_moved_when_it_comes() -> None:
     part = run_of(one_plan())
     part.steps(0, 3)
-    rest = run_of(one_plan(), restored_from(part), phased(last=40))
-    rest.steps(3, 24)
-    assert [rest.formats[s] for s in (3, 4, 19, 20)] == [BF16, FP4, FP4, FP8]
+    resumed = run_of(one_plan(), restored_from(part), phased(last=40))
+    resumed.steps(3, 24)
+    assert [resumed.formats[s] for s in (3, 4, 19, 20)] == [BF16, FP4, FP4, FP8]
 
 
 def test_steps_that_megatron_leaves_out_end_neither_the_account_nor_the_plan() -> None:
@@ -121,11 +121,11 @@ def test_steps_that_megatron_leaves_out_end_neither_the_account_nor_the_plan() -
     part = run_of(one_plan())
     part.steps(0, 5)
     part.steps(7, 12)
-    rest = run_of(Script(), restored_from(part))
-    rest.steps(13, 20)
-    assert {rest.formats[step] for step in range(13, 20)} == {FP8}
-    assert rest.controller.state.plan == part.controller.state.plan
-    assert rest.controller.state.spent == BudgetSpent(0, 17, shares=4.0, times=17.0, last=20)
+    resumed = run_of(Script(), restored_from(part))
+    resumed.steps(13, 20)
+    assert {resumed.formats[step] for step in range(13, 20)} == {FP8}
+    assert resumed.controller.state.plan == part.controller.state.plan
+    assert resumed.controller.state.spent == BudgetSpent(0, 17, shares=4.0, times=17.0, last=20)
 
 
 def test_a_pending_plan_becomes_a_map_in_a_run_without_phases() -> None:
@@ -133,11 +133,11 @@ def test_a_pending_plan_becomes_a_map_in_a_run_without_phases() -> None:
     part = run_of(one_plan())
     part.steps(0, 3)
     script = Script({1: [ready(1)]})
-    rest = run_of(script, restored_from(part), Timeline(20))
-    rest.steps(3, 12)
+    resumed = run_of(script, restored_from(part), Timeline(20))
+    resumed.steps(3, 12)
     assert script.phases == [None]
-    assert (rest.formats[4], rest.formats[11]) == (FP4, FP4)
-    assert rest.controller.state.plan is None
+    assert (resumed.formats[4], resumed.formats[11]) == (FP4, FP4)
+    assert resumed.controller.state.plan is None
 
 
 def late(policy: str, target: float) -> Timeline:
@@ -153,10 +153,10 @@ def test_a_late_policy_resumes_its_plan_and_moves_it_with_the_end() -> None:
     part = Run(Script(), timeline=late("late-all", 0.9), policy="late-all", budget="fp4=0.9")
     part.steps(0, 5)
     state = restored_from(part)
-    rest = Run(Script(), state, timeline=late("late-all", 0.9), policy="late-all", budget="fp4=0.9")
-    rest.steps(5, 20)
-    assert rest.script.of("plan") == []
-    assert [rest.formats[s] for s in (5, 17, 18)] == [FP4, FP4, FP8]
+    resumed = Run(Script(), state, timeline=late("late-all", 0.9), policy="late-all", budget="fp4=0.9")
+    resumed.steps(5, 20)
+    assert resumed.script.of("plan") == []
+    assert [resumed.formats[s] for s in (5, 17, 18)] == [FP4, FP4, FP8]
     longer = Timeline(40, fixed=late("late-all", 0.9).fixed)
     moved = Run(Script(), restored_from(part), timeline=longer, policy="late-all", budget="fp4=0.9")
     moved.steps(5, 40)
@@ -168,10 +168,10 @@ def test_a_late_policy_after_another_plan_makes_its_own() -> None:
     part = Run(Script(), timeline=late("late-all", 0.6), policy="late-all", budget="fp4=0.6")
     part.steps(0, 14)
     assert [part.formats[s] for s in (11, 12)] == [FP4, FP8]
-    rest = Run(Script(), restored_from(part), timeline=late("late-all", 0.8), policy="late-all", budget="fp4=0.8")
-    rest.steps(14, 20)
-    assert rest.script.of("plan") == [14]
-    assert [rest.formats[s] for s in (14, 17, 18, 19)] == [FP4, FP4, FP8, FP8]  # 12 and 4 of 20 in fp4
+    resumed = Run(Script(), restored_from(part), timeline=late("late-all", 0.8), policy="late-all", budget="fp4=0.8")
+    resumed.steps(14, 20)
+    assert resumed.script.of("plan") == [14]
+    assert [resumed.formats[s] for s in (14, 17, 18, 19)] == [FP4, FP4, FP8, FP8]  # 12 and 4 of 20 in fp4
 
 
 def test_the_average_of_speedups_is_harmonic() -> None:

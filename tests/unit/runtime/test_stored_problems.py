@@ -26,8 +26,8 @@ TIMES = OptionTimes.predict(load_cost_model("flops"), LINEAR_SHAPES, [Format(f) 
 
 def write_run(path: Path, request: SolveRequest, *, facts: dict[str, Any] | None = None) -> Path:
     """Two updates as a run under ``request`` stores them."""
-    own = {"request": request.as_dict(), "predicted_times": None}
-    with RunDirectory(path, {}, overwrite=False, resume_step=None, facts=own if facts is None else facts) as run:
+    defaults = {"request": request.as_dict(), "predicted_times": None}
+    with RunDirectory(path, {}, overwrite=False, resume_step=None, facts=defaults if facts is None else facts) as run:
         for step in STEPS:
             table = make_table(layers=4, stages=2, formats=MEASURED, seed=step)
             run.write("stats", step, table.to_bytes())

@@ -23,7 +23,7 @@ class Quantizer:
     def __call__(self, x: Tensor) -> Any:
         rounding = "stochastic" if (self.fmt, self.tensor) == ("nvfp4", "grad_output") else "nearest"
 
-        def made(x: Tensor) -> Tensor:
+        def quantize(x: Tensor) -> Tensor:
             granularity = "block" if self.tensor == "weight" else "tile"
             seed = next(_draws) if rounding == "stochastic" else None
             return quantize_dequantize(x, self.fmt, granularity, rounding=rounding, seed=seed)
@@ -31,7 +31,7 @@ class Quantizer:
         row, col = self.usages
         if self.fmt == "fp8_tensor" and not row:
             raise NotImplementedError("Columnwise-only per-tensor FP8 quantization is not implemented")
-        return SimpleNamespace(row=made(x) if row else None, col=made(x.t()).t() if col else None)
+        return SimpleNamespace(row=quantize(x) if row else None, col=quantize(x.t()).t() if col else None)
 
 
 def general_gemm(

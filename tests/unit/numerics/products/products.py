@@ -56,11 +56,11 @@ def sides(b: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: Any) -> list
 def run(b: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: Any, out: Tensor | None = None) -> list[Tensor]:
     """Y, ∂L/∂X and ∇W as a linear gets them; X as autograd saves it."""
     x_row, x_col, w_row, w_col, g_row, g_col = sides(b, x, w, g, formats)
-    tensors, rest = flatten(x_col)
+    tensors, layout = flatten(x_col)
     return [
         b.multiply(Gemm.FPROP, x_row, w_row, x.dtype),
         b.multiply(Gemm.DGRAD, g_row, w_col, g.dtype),
-        b.multiply(Gemm.WGRAD, g_col, assemble((tensors, rest)), torch.float32, out),
+        b.multiply(Gemm.WGRAD, g_col, assemble((tensors, layout)), torch.float32, out),
     ]
 
 

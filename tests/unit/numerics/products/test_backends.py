@@ -53,17 +53,17 @@ def test_a_shard_with_the_amax_of_the_whole_gives_its_share_of_the_whole(name: s
     x[0, -1], w[0, -1] = 100.0, -9.0
 
     def gradients(x: torch.Tensor, w: torch.Tensor, *amaxes: torch.Tensor | None) -> list[torch.Tensor]:
-        _, kept = backend.quantize(x, OperandSpec(None, fmt, amax=amaxes[0]))
+        _, x_side = backend.quantize(x, OperandSpec(None, fmt, amax=amaxes[0]))
         _, w_side = backend.quantize(w, OperandSpec(None, fmt, weight=True, amax=amaxes[1]))
         g_row, g_col = backend.quantize(g, OperandSpec(fmt, fmt, keys=keys(256)))
         return [
             backend.multiply(Gemm.DGRAD, g_row, w_side, torch.float32),
-            backend.multiply(Gemm.WGRAD, g_col, assemble(flatten(kept)), torch.float32),
+            backend.multiply(Gemm.WGRAD, g_col, assemble(flatten(x_side)), torch.float32),
         ]
 
     whole = gradients(x, w, None, None)
     share = gradients(x[:, :256], w[:, :256], x.float().abs().amax(), w.float().abs().amax())
-    own = gradients(x[:, :256], w[:, :256], None, None)
-    for all_columns, half, other in zip(whole, share, own, strict=True):
+    with_local_amax = gradients(x[:, :256], w[:, :256], None, None)
+    for all_columns, half, other in zip(whole, share, with_local_amax, strict=True):
         torch.testing.assert_close(half, all_columns[:, :256], rtol=1e-5, atol=1e-4)
         assert not torch.allclose(other, all_columns[:, :256], rtol=1e-3, atol=1e-3)

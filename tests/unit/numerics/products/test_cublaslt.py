@@ -24,8 +24,8 @@ def library() -> CublasLt:
 
 def product(scaling: str | None, dtype: torch.dtype, *, scaled: bool = False) -> cublaslt._Problem:
     x, out = torch.empty(256, 256), torch.empty(256, 256, dtype=dtype)
-    left = cublaslt._matrix(x, True, "tile" if scaling == "block" else scaling)
-    return cublaslt._Problem(left, cublaslt._matrix(x, False, scaling), cublaslt._matrix(out), False, 0, scaled)
+    a = cublaslt._matrix(x, True, "tile" if scaling == "block" else scaling)
+    return cublaslt._Problem(a, cublaslt._matrix(x, False, scaling), cublaslt._matrix(out), False, 0, scaled)
 
 
 @pytest.mark.parametrize("scaling", ["tile", "block", "tensor", None])

@@ -66,13 +66,13 @@ def test_torch_multiplies_where_the_check_fails() -> None:
     assert b.check("cpu", [FP8]) is None
     assert b.check("cpu", [FP8, NVFP4]) == fault
     for each in (result, b):
-        made = sides(each, *operands(*EVEN), (NVFP4,) * 3)
-        assert not any(isinstance(side, ExactOperand) for side in made)
+        results = sides(each, *operands(*EVEN), (NVFP4,) * 3)
+        assert not any(isinstance(side, ExactOperand) for side in results)
 
 
-@pytest.mark.parametrize("says", ["CUDA error: an illegal memory access was encountered\nand more", ""])
-def test_a_device_that_fails_ends_the_run(says: str) -> None:
-    backend = _Faulty(Gemm.FPROP, torch.AcceleratorError(says))
-    reason = "AcceleratorError: CUDA error: an illegal memory access was encountered" if says else "AcceleratorError"
+@pytest.mark.parametrize("message", ["CUDA error: an illegal memory access was encountered\nand more", ""])
+def test_a_device_that_fails_ends_the_run(message: str) -> None:
+    backend = _Faulty(Gemm.FPROP, torch.AcceleratorError(message))
+    reason = "AcceleratorError: CUDA error: an illegal memory access was encountered" if message else "AcceleratorError"
     with pytest.raises(SnipError, match=rf"the device fails \({reason}\); .*--snip-gemm reference$"):
         wrong_numbers(backend, "cpu", [MXFP8])

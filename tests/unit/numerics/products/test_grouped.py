@@ -89,8 +89,8 @@ def test_only_matrices_that_follow_each_other_are_one_tensor() -> None:
     result = stacked(list(whole.unbind(0)))
     assert result.data_ptr() == whole.data_ptr()
     assert torch.equal(result, whole)
-    for others in ([whole[1], whole[0]], [whole[0], whole[2]], [whole[0], whole[1].clone()]):
-        assert stacked(others) is None
+    for matrices in ([whole[1], whole[0]], [whole[0], whole[2]], [whole[0], whole[1].clone()]):
+        assert stacked(matrices) is None
 
 
 def test_rows_in_memory_are_bounded() -> None:

@@ -58,6 +58,6 @@ def test_products_are_those_of_the_quantised_operands(fmt: Format, tokens: int) 
     weight = fake_quantize(w, fmt, axis=0, block=True).double()
     assert decibel(fake_quantize(g, fmt, **options).double() @ weight, dgrad(g, w, fmt, seed=5)) > 120
     g, x = (rotate(t) if fmt in ROTATED else t for t in (g, x))
-    left = fake_quantize(g, fmt, axis=0, **options).double()
-    expected = left.t() @ fake_quantize(x, fmt, axis=0).double()
+    quantised = fake_quantize(g, fmt, axis=0, **options).double()
+    expected = quantised.t() @ fake_quantize(x, fmt, axis=0).double()
     assert decibel(expected, actual) > 120

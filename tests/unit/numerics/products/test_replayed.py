@@ -36,10 +36,10 @@ def test_a_linear_gives_what_python_gives(extension: Any, formats: Formats) -> N
             x, w, g = (t.bfloat16() + seed for t in operands(128, 64, 128))
             out = torch.ones(64, 128)
             weight = each.quantize(w, OperandSpec(fprop, dgrad, weight=True))
-            y, kept = each.forward(x, weight[0], OperandSpec(fprop, wgrad))
-            assert kept is not None
+            y, saved = each.forward(x, weight[0], OperandSpec(fprop, wgrad))
+            assert saved is not None
             spec = OperandSpec(dgrad, wgrad, keys=GradientKeys(2**40 + seed, 2**41 + seed, torch.arange(64)))
-            d, grad = each.backward(g, weight[1], kept, spec, out)
+            d, grad = each.backward(g, weight[1], saved, spec, out)
             assert grad is out
             results.append((y, d, out))
         for expected, actual in zip(*results, strict=True):
@@ -57,9 +57,9 @@ def test_swiglu_times_probabilities_gives_what_python_gives(extension: Any) -> N
         y, d, probs = (each.normal_(generator=torch.Generator().manual_seed(call)) for each in memory[call % 2])
         results = []
         for each in (python, replayed):
-            made = each.swiglu(y, None, OperandSpec(FP8, BF16), probs)
-            made += each.swiglu(y, d, OperandSpec(FP8, None), probs)
-            results.append([t if isinstance(t, torch.Tensor) else t.dequantize() for t in made if t is not None])
+            outputs = each.swiglu(y, None, OperandSpec(FP8, BF16), probs)
+            outputs += each.swiglu(y, d, OperandSpec(FP8, None), probs)
+            results.append([t if isinstance(t, torch.Tensor) else t.dequantize() for t in outputs if t is not None])
         for expected, actual in zip(*results, strict=True):
             assert torch.equal(expected, actual)
     assert replayed.replayed["swiglu"].replays > 0

@@ -77,10 +77,10 @@ def test_subnormal_and_extreme_tiles_stay_finite_and_agree(fmt: str, magnitude: 
 def test_input_is_not_written_to(fmt: str) -> None:
     for shape in ((128, 128), (1, 128), (128, 1), (1, 1)):
         x = matrix(*shape)
-        kept = x.clone()
+        original = x.clone()
         for rounding in ("nearest", "stochastic"):
             quantize_dequantize(x, fmt, "tile", rounding=rounding, seed=1)
-        assert torch.equal(x, kept)
+        assert torch.equal(x, original)
 
 
 @every_format
@@ -96,8 +96,8 @@ def test_nan_and_inf_fill_their_tile_and_no_other(fmt: str, granularity: str, po
     out = quantize_dequantize(x, fmt, granularity, rounding=rounding, seed=4)
     height, width = oracle.tile_shape(fmt, granularity, (256, 384))
     inside = torch.zeros_like(out, dtype=torch.bool)
-    top, left = row // height * height, col // width * width
-    inside[top : top + height, left : left + width] = True
+    first_row, first_col = row // height * height, col // width * width
+    inside[first_row : first_row + height, first_col : first_col + width] = True
     assert out[inside].isnan().all()
     assert torch.equal(out[~inside], clean[~inside])
 

@@ -93,7 +93,7 @@ def test_draws_are_uniform_and_neighbours_uncorrelated(seed: int) -> None:
     counts = torch.histc(u, 256, -0.5, 0.5)
     chi_square = ((counts - n / 256) ** 2 / (n / 256)).sum().item()
     assert abs(chi_square - 255) < 4 * (2 * 255) ** 0.5
-    others = {
+    neighbours = {
         "next row": uniforms(seed, IDS + 1),
         "next column": uniforms(seed, IDS, IDS + 1),
         "next pair": uniforms(seed, IDS, IDS + 2),
@@ -102,7 +102,7 @@ def test_draws_are_uniform_and_neighbours_uncorrelated(seed: int) -> None:
         "seed's upper word": uniforms(seed ^ 2**32),
         "transposed": uniforms(seed).t(),
     }
-    for name, other in others.items():
+    for name, other in neighbours.items():
         mask = torch.ones_like(u, dtype=torch.bool)
         if name == "transposed":
             mask = ~torch.eye(u.shape[0], dtype=torch.bool)

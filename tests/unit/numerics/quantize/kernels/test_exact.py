@@ -19,17 +19,17 @@ from .test_quantize import assert_operands
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor", "nvfp4_46")
 
 
-def assert_same(found: OperandPair, expected: OperandPair, *, drawn: bool = False) -> None:
+def assert_same(actual: OperandPair, expected: OperandPair, *, drawn: bool = False) -> None:
     """``drawn``: a draw may decide otherwise where a quotient is rounded otherwise."""
-    for one, other in zip(found, expected, strict=True):
-        if other is None:
-            assert one is None
+    for side, reference in zip(actual, expected, strict=True):
+        if reference is None:
+            assert side is None
             continue
-        assert one.tile == other.tile
-        torch.testing.assert_close(one.scale, other.scale, rtol=0, atol=0, equal_nan=True)
-        known = ~other.dequantize().isnan()
-        assert torch.equal(~one.dequantize().isnan(), known)
-        differing = (one.values.view(torch.int16) != other.values.view(torch.int16)) & known
+        assert side.tile == reference.tile
+        torch.testing.assert_close(side.scale, reference.scale, rtol=0, atol=0, equal_nan=True)
+        finite = ~reference.dequantize().isnan()
+        assert torch.equal(~side.dequantize().isnan(), finite)
+        differing = (side.values.view(torch.int16) != reference.values.view(torch.int16)) & finite
         assert int(differing.sum()) <= (2 if drawn else 0)
 
 
@@ -117,10 +117,10 @@ def test_kept_weights(quantizers: Quantizers, fmt: str, current: int) -> None:
     how = spec(fmt, fmt, weight=True)
     old = operands.quantize_exact(matrix(40, 70), how)
     flag = torch.tensor([current], dtype=torch.int32)
-    held = CachedPair(tuple(ExactOperand(s.values.clone(), None if s.scale is None else s.scale.clone(), s.tile)
+    cached = CachedPair(tuple(ExactOperand(s.values.clone(), None if s.scale is None else s.scale.clone(), s.tile)
                           for s in old if s is not None), flag)  # type: ignore[arg-type]  # fmt: skip
     new = matrix(40, 70) * 3
-    result = quantizers.call("quantize_exact", new, how, held)
+    result = quantizers.call("quantize_exact", new, how, cached)
     assert_same(result, old if current else operands.quantize_exact(new, how))
 
 
@@ -195,8 +195,8 @@ def test_wgrads_of_experts_in_tiles_are_added(quantizers: Quantizers, splits: tu
         matrix = torch.randn(sum(splits), width).bfloat16()
         _, col = quantizers.call("quantize_operands", matrix, OperandSpec(None, fmt), None, device.map)
         wide.append(fake_quantize(device.pad(matrix), fmt, axis=0).double())
-        rest = device.map.experts == -1
-        col.scale[:, rest[::128]] = torch.nan
+        padding = device.map.experts == -1
+        col.scale[:, padding[::128]] = torch.nan
         sides.append(col)
     out = torch.randn(len(splits), 256, k)
     expected = out.double()
@@ -239,16 +239,16 @@ def test_rows_of_experts_are_padded_and_unpadded(
 @pytest.mark.parametrize("splits", [(3, 0, 128, 130, 32), (0, 0, 7), (1,) * 37, (0, 256)])
 def test_the_device_finds_the_rows_of_experts(quantizers: Quantizers, splits: tuple[int, ...], backwards: bool) -> None:
     """The same rows as those that the host finds, and after them tiles of no expert."""
-    known, counts = rows_of(splits, backwards=backwards).map, torch.tensor(splits)
+    expected, counts = rows_of(splits, backwards=backwards).map, torch.tensor(splits)
     rows = (sum(splits) + 127 * len(splits)) // 128 * 128
     for result in (
         RowMap.of_counts(counts, rows, backwards=backwards),
         quantizers.call("of_counts", counts, rows, backwards=backwards),
     ):
-        assert torch.equal(result.table, known.table)
-        experts, others = result.experts.split([len(known.experts), rows - len(known.experts)])
-        assert torch.equal(experts, known.experts)
-        assert (others == -1).all()
+        assert torch.equal(result.table, expected.table)
+        experts, padding = result.experts.split([len(expected.experts), rows - len(expected.experts)])
+        assert torch.equal(experts, expected.experts)
+        assert (padding == -1).all()
 
 
 def test_tiles_of_no_expert_are_zero_and_no_rows_come_from_them(quantizers: Quantizers) -> None:

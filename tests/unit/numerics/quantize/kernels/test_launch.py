@@ -83,7 +83,7 @@ def run_all_kernels() -> None:
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[set[str], list[str]]]:
     """A function that returns the names of the kernels that a call launches on a card, and what it lists."""
-    seen = set()
+    kernel_names = set()
 
     def check(kernel: Any, grid: Any, memory: Any, numbers: Any, counters: Any, constants: Any, options: Any) -> None:
         names = kernel.arg_names
@@ -93,7 +93,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[set[str], lis
         plain = {name for name in names if kernel.params[names.index(name)].do_not_specialize}
         if plain:
             assert set(names[pointers + len(numbers) : pointers + scalars]) == plain
-        seen.add(f"{kernel.fn.__module__}.{kernel.fn.__name__}")
+        kernel_names.add(f"{kernel.fn.__module__}.{kernel.fn.__name__}")
         on_card = {name: value or name in ("GPU", "HARDWARE") for name, value in constants.items()}
         launch.launch(kernel, grid, memory, numbers, counters, constants | on_card, options)
 
@@ -107,7 +107,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[set[str], lis
             monkeypatch.setattr(module, "launch", check)
         with launch.list_launches() as listing:
             call()
-        return seen, [str(kernel) for kernel in listing.kernels]
+        return kernel_names, [str(kernel) for kernel in listing.kernels]
 
     return run
 
@@ -116,8 +116,8 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[set[str], lis
     ("call", "capability", "modules"), [(run_all_kernels, 90, PROGRAMS), (run_emulation, 80, EMULATION)]
 )
 def test_every_kernel_compiles(listed: Any, call: Callable[[], None], capability: int, modules: Any) -> None:
-    seen, kernels = listed(call, capability)
-    assert seen == kernels_of(modules).keys()
+    names, kernels = listed(call, capability)
+    assert names == kernels_of(modules).keys()
     for kernel in kernels:
         name = json.loads(kernel)["name"]
         assembly = compiler._kernel(kernel).preload(kernel).asm

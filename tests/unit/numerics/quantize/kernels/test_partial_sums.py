@@ -21,8 +21,8 @@ def test_bits_are_the_references(quantizers: Quantizers, shape: tuple[int, int, 
     for each, expected in zip(x, packed, strict=True):
         actual = quantizers.call("pack_partial", each)
         torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=0, equal_nan=True)
-        known = expected[1].isfinite().repeat_interleave(128, 1)[:, :cols]
-        assert torch.equal(actual[0][known], expected[0][known])
+        finite = expected[1].isfinite().repeat_interleave(128, 1)[:, :cols]
+        assert torch.equal(actual[0][finite], expected[0][finite])
     elements, scales = (torch.stack(same) for same in zip(*packed, strict=True))
     for rank in range(ranks):
         arguments = (elements, scales, x[rank], rank)
@@ -34,6 +34,6 @@ def test_rows_of_a_wider_matrix(quantizers: Quantizers) -> None:
     """What a rank keeps may be a part of a matrix."""
     x = torch.randn(4, 384, generator=torch.Generator().manual_seed(3)).bfloat16()
     elements, scales = (t.unsqueeze(0).repeat(2, 1, 1) for t in partial_sums.pack_partial(x[2:, :128]))
-    own = x[:2, 128:256]
-    result = quantizers.call("add_partials", elements, scales, own, 1)
-    assert torch.equal(result, partial_sums.add_partials(elements, scales, own, 1))
+    columns = x[:2, 128:256]
+    result = quantizers.call("add_partials", elements, scales, columns, 1)
+    assert torch.equal(result, partial_sums.add_partials(elements, scales, columns, 1))

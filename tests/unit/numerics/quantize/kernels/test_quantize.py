@@ -21,24 +21,24 @@ from .interpreter import Quantizers, matrix
 BF16 = torch.bfloat16
 
 
-def assert_same(found: Operand | None, expected: Operand | None, *, drawn: bool = False) -> None:
+def assert_same(actual: Operand | None, expected: Operand | None, *, drawn: bool = False) -> None:
     """``drawn``: a draw may decide otherwise where a quotient is rounded otherwise."""
     if expected is None:
-        assert found is None
+        assert actual is None
         return
-    assert (found.scaling, found.depth) == (expected.scaling, expected.depth)
-    assert found.scale.stride() == expected.scale.stride()
-    torch.testing.assert_close(found.scale, expected.scale, rtol=0, atol=0, equal_nan=True)
-    assert found.values.shape == expected.values.shape
-    known = ~expected.values.float().isnan()
-    assert torch.equal(found.values.float().isnan()[..., : found.depth], ~known[..., : found.depth])
-    differing = (found.values.view(torch.uint8) != expected.values.view(torch.uint8)) & known
+    assert (actual.scaling, actual.depth) == (expected.scaling, expected.depth)
+    assert actual.scale.stride() == expected.scale.stride()
+    torch.testing.assert_close(actual.scale, expected.scale, rtol=0, atol=0, equal_nan=True)
+    assert actual.values.shape == expected.values.shape
+    numbers = ~expected.values.float().isnan()
+    assert torch.equal(actual.values.float().isnan()[..., : actual.depth], ~numbers[..., : actual.depth])
+    differing = (actual.values.view(torch.uint8) != expected.values.view(torch.uint8)) & numbers
     assert int(differing.sum()) <= (max(1, differing.numel() // 1000) if drawn else 0)
 
 
-def assert_operands(found: OperandPair, expected: OperandPair, drawn: tuple[bool, bool] = (False, False)) -> None:
-    for one, other, random in zip(found, expected, drawn, strict=True):
-        assert_same(one, other, drawn=random)
+def assert_operands(actual: OperandPair, expected: OperandPair, drawn: tuple[bool, bool] = (False, False)) -> None:
+    for side, reference, random in zip(actual, expected, drawn, strict=True):
+        assert_same(side, reference, drawn=random)
 
 
 def check(quantizers: Quantizers, x: torch.Tensor, how: OperandSpec, drawn: tuple[bool, bool] = (False, False)) -> None:
@@ -167,12 +167,12 @@ def test_weights_of_experts(quantizers: Quantizers) -> None:
     w = torch.stack([matrix(256, 256), matrix(256, 256) * 3])
     for formats in (("fp4", None), (None, "fp8"), ("fp8", "fp4")):
         how = spec(*formats, weight=True)
-        expected, kept = (operands.quantize_group_blocks(each, how) for each in (w, w * 2))
+        expected, stale = (operands.quantize_group_blocks(each, how) for each in (w, w * 2))
         assert_operands(quantizers.call("quantize_group_blocks", w, how), expected)
     for current in (0, 1):
-        cached = CachedPair(kept, torch.tensor([current], dtype=torch.int32))
+        cached = CachedPair(stale, torch.tensor([current], dtype=torch.int32))
         actual = quantizers.call("quantize_group_blocks", w, how, cached)
-        assert_operands(actual, kept if current else expected)
+        assert_operands(actual, stale if current else expected)
 
 
 KEYS = torch.tensor([[11, -7], [2**31 - 1, -(2**31)]], dtype=torch.int32)
@@ -186,9 +186,9 @@ def test_the_kernel_of_keys_gives_the_reference_s_words(quantizers: Quantizers) 
         expected = tuple(tensor.clone() for tensor in memory)
         advance(*expected, place, (1, 2))
         actual = quantizers.call("advance", *(tensor.clone() for tensor in memory), place, (1, 2))
-        for tensor, one, other in zip(memory, actual[:4], expected, strict=True):
-            assert torch.equal(one, other)
-            tensor.copy_(other)
+        for tensor, word, reference in zip(memory, actual[:4], expected, strict=True):
+            assert torch.equal(word, reference)
+            tensor.copy_(reference)
     assert keys._counts.tolist() == [1, 2]
     assert keys._words.any()
 
@@ -216,10 +216,10 @@ def test_a_kept_weight(quantizers: Quantizers, formats: tuple[str, str | None]) 
         first, second = (function(seeded_matrix(160, 128, seed), how) for seed in (0, 1))
         for current in (0, 1):
             flag = torch.tensor([current], dtype=torch.int32)
-            made = function(seeded_matrix(160, 128), how)
+            pair = function(seeded_matrix(160, 128), how)
             if formats[0] == "fp8_tensor":  # both have one scale, of which the interpreter's process makes two
-                made = made[0], made[1]._replace(scale=made[0].scale)
-            result = function(seeded_matrix(160, 128, seed=1), how, CachedPair(made, flag))
+                pair = pair[0], pair[1]._replace(scale=pair[0].scale)
+            result = function(seeded_matrix(160, 128, seed=1), how, CachedPair(pair, flag))
             if formats[0] == "fp8_tensor":
                 result = result[0], result[1]._replace(scale=result[0].scale)
             assert_operands(result, first if current else second)

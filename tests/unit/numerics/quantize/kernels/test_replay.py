@@ -125,9 +125,9 @@ def arguments(**changes: Any) -> tuple[Any, ...]:
 )  # fmt: skip
 def test_other_arguments_are_recorded_anew(extension: Any, changes: dict[str, Any]) -> None:
     calls = []
-    replayed = Replayed(extension, lambda *given: (calls.append(given), given[0])[1])
-    for given in (BASE, BASE, BASE, changes, changes, changes, BASE):
-        replayed.call(*arguments(**given))
+    replayed = Replayed(extension, lambda *args: (calls.append(args), args[0])[1])
+    for args in (BASE, BASE, BASE, changes, changes, changes, BASE):
+        replayed.call(*arguments(**args))
     assert len(calls) == 4
     assert (replayed.replays, replayed.recordings) == (3, 2)
 
@@ -206,7 +206,7 @@ def test_a_recording_keeps_what_owns_the_memory_of_its_arguments(extension: Any)
         pass
 
     owners = [Owner()]
-    seen = weakref.ref(owners[0])
+    owner_ref = weakref.ref(owners[0])
     address = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value or 0
 
     def function(x: Tensor, number: int) -> Tensor:
@@ -219,11 +219,11 @@ def test_a_recording_keeps_what_owns_the_memory_of_its_arguments(extension: Any)
         replayed.call(same_key(4, seed=seed), 0)
     assert replayed.replays == 1
     gc.collect()
-    assert seen() is not None
+    assert owner_ref() is not None
     for number in range(1, 4200):  # more kinds of calls than a table remembers
         replayed.call(same_key(4, seed=0), number)
     assert replayed.recordings == 0
-    assert seen() is None
+    assert owner_ref() is None
 
 
 # -- compilation -----------------------------------------------------------------------------------

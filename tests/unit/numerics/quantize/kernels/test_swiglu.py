@@ -94,8 +94,8 @@ def test_gradient_is_rounded_stochastically(quantizers: Quantizers, step: int, o
     assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, how)[:2], expected)
 
 
-def assert_with_amax(found: tuple[torch.Tensor, torch.Tensor], expected: torch.Tensor) -> None:
-    x, amax = found
+def assert_with_amax(actual: tuple[torch.Tensor, torch.Tensor], expected: torch.Tensor) -> None:
+    x, amax = actual
     assert x.dtype is expected.dtype
     assert amax.dtype is torch.float32
     assert torch.equal(x.isnan(), expected.isnan())
@@ -124,7 +124,7 @@ def test_no_tokens_have_no_amax(quantizers: Quantizers) -> None:
 def test_the_reference_rounds_once() -> None:
     d, y = tensors(64, 128)
     for actual, expected in ((swiglu.swiglu(y), activation(y)), (swiglu.swiglu_gradient(d, y), gradient(d, y))):
-        known = ~expected.isnan()
-        assert torch.equal(actual.isnan(), ~known)
-        torch.testing.assert_close(actual[known], expected[known], rtol=2**-7, atol=0)
-        assert (actual[known] == expected[known]).float().mean() > 0.99
+        numbers = ~expected.isnan()
+        assert torch.equal(actual.isnan(), ~numbers)
+        torch.testing.assert_close(actual[numbers], expected[numbers], rtol=2**-7, atol=0)
+        assert (actual[numbers] == expected[numbers]).float().mean() > 0.99
