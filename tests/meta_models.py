@@ -22,15 +22,15 @@ LLAMA: dict[str, Any] = {
 
 
 def on_meta(
-    config: type[TransformerConfig] = TransformerConfig, *, pattern: str | None = None, **given: Any
+    config: type[TransformerConfig] = TransformerConfig, *, pattern: str | None = None, **changes: Any
 ) -> ModelLinears:
     """The linears of a Llama of these fields of its configuration; parallel sizes are among them.
 
     A pattern of layers makes a hybrid of it.
     """
-    sizes = SIZES | {name: given[name] for name in SIZES if name in given}
+    sizes = SIZES | {name: changes[name] for name in SIZES if name in changes}
     dtype = torch.bfloat16  # of what pipeline stages exchange
-    transformer = config(**LLAMA | sizes | {"pipeline_dtype": dtype} | given)
+    transformer = config(**LLAMA | sizes | {"pipeline_dtype": dtype} | changes)
     if pattern is None:
         model: Any = GPTModelConfig(
             transformer=transformer, vocab_size=128, seq_length=32, position_embedding_type="rope"

@@ -77,7 +77,7 @@ def a_plan() -> PrecisionPlan:
     return PrecisionPlan((PlanPhase(4, a_map()), PlanPhase(9, other)), 20, 7, "optimal", 0.5, 0.25, 0.75, 0.76)
 
 
-def others() -> dict[str, Any]:
+def other_answers() -> dict[str, Any]:
     """A replay's schedule, then no candidates, then a late answer."""
     channel = MapChannel(NAMES, CPU)
     return {"values": [channel.agree(only_on_zero(value)) for value in ([3, 50, 2**40], [], None)]}
@@ -100,7 +100,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "corrupted_twice": lambda: plan(2),
     "corrupted_always": lambda: plan(3),
     "other_model": other_model,
-    "others": others,
+    "others": other_answers,
     "report": report,
 }
 

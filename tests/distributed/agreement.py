@@ -91,10 +91,10 @@ def worst_differences(
     return result | {"same_rows": same and expected.tokens_per_step == actual.tokens_per_step}
 
 
-def agree(found: dict[str, Any]) -> bool:
+def agree(worst: dict[str, Any]) -> bool:
     """Whether differences of :func:`worst_differences` are those of another order of additions alone."""
-    within = found["value"] <= STATISTICS_LIMIT and found["close"] <= 1.0 and found["flips"] <= 1.0
-    return bool(within and found["touched"] <= TOUCHED_SHARE and found["same_rows"])
+    within = worst["value"] <= STATISTICS_LIMIT and worst["close"] <= 1.0 and worst["flips"] <= 1.0
+    return bool(within and worst["touched"] <= TOUCHED_SHARE and worst["same_rows"])
 
 
 def apart(expected: Array, actual: Array) -> Array:

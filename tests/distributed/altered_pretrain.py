@@ -179,15 +179,15 @@ def fail() -> None:
     """Functions that raise an exception once: ``FAIL=[[step, rank, "module:Class.name", "RuntimeError"], …]``."""
     from snip_megatron.runtime.controller import Controller
 
-    begin, now, errors = Controller.before_step, [-1], {"OutOfMemoryError": torch.OutOfMemoryError}
+    begin, current_step, errors = Controller.before_step, [-1], {"OutOfMemoryError": torch.OutOfMemoryError}
 
     def before_step(controller: Controller, step: int, *args: Any) -> None:
-        now[0] = step
+        current_step[0] = step
         begin(controller, step, *args)
 
     def make(planned: dict[int, str], genuine: Any) -> Any:
         def failing(*args: Any, **named: Any) -> Any:
-            error = planned.pop(now[0], None)
+            error = planned.pop(current_step[0], None)
             if error is not None:
                 raise errors.get(error, RuntimeError)(f"injected into {genuine.__name__}")
             return genuine(*args, **named)
@@ -273,15 +273,15 @@ def crash() -> None:
 
     from snip_megatron.megatron import compat
 
-    done: list[bool] = []
+    faults: list[bool] = []
 
     class CrashError(RuntimeError):
         """A fault of one step."""
 
     def crashing(train_step: Any) -> Any:
         def step(*args: Any, **kwargs: Any) -> Any:
-            if kwargs["iteration"] == int(os.environ["CRASH"]) and not done:
-                done.append(True)
+            if kwargs["iteration"] == int(os.environ["CRASH"]) and not faults:
+                faults.append(True)
                 raise CrashError("injected")
             return train_step(*args, **kwargs)
 
@@ -453,7 +453,7 @@ def stripped() -> None:
     compat.apply(args, startup)
     path = Path(os.environ["SCRIPT"])
     lines = [line for line in path.read_text().splitlines() if not line.endswith(("# SNIP 1", "# SNIP 2"))]
-    text = re.sub(r"snip_arguments\((\w*)\)\)  # SNIP 3", lambda found: f"{found[1] or None})", "\n".join(lines))
+    text = re.sub(r"snip_arguments\((\w*)\)\)  # SNIP 3", lambda match: f"{match[1] or None})", "\n".join(lines))
     assert "snip_megatron.attach" not in text.partition('"""\n\n')[2]
     assert "attach(" not in text
     assert "snip_arguments(" not in text

@@ -243,10 +243,10 @@ def offset(registry: LinearRegistry, model: Any) -> Changed:
     """The first rows of an expert are given to the one before it, on one rank."""
 
     def shift(module: Any, inputs: Any) -> Any:
-        hidden, counts, *others = inputs
+        hidden, counts, *remainder = inputs
         if last_rank() and int(counts[1]) > 1:
             counts = counts + torch.tensor([2, -2] + [0] * (len(counts) - 2))
-        return (hidden, counts, *others)
+        return (hidden, counts, *remainder)
 
     modules = [each for chunk in model for each in chunk.named_modules()]
     hooks = [each.register_forward_pre_hook(shift) for name, each in modules if name.endswith("layers.1.mlp.experts")]

@@ -26,23 +26,23 @@ def read_checkpoint(folder: Path, step: int) -> dict[str, Any]:
     return state
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Names whose bits differ, or that only one holds; ours aside."""
-    names = {name for name in one.keys() | other.keys() if not name.startswith(SNIP_KEY)}
-    return sorted(name for name in names if name not in one or name not in other or not same(one[name], other[name]))
+    names = {name for name in a.keys() | b.keys() if not name.startswith(SNIP_KEY)}
+    return sorted(name for name in names if name not in a or name not in b or not same(a[name], b[name]))
 
 
-def same(one: Any, other: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Bitwise equality of nested objects and tensors."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    if hasattr(one, "dtype"):  # NumPy's
-        return bool((one == other).all())
-    return bool(one == other)
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if hasattr(a, "dtype"):  # NumPy's
+        return bool((a == b).all())
+    return bool(a == b)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

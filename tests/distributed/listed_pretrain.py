@@ -26,13 +26,13 @@ def listing() -> Iterator[None]:
     global kernels
     from snip_megatron.numerics.quantize.kernels.launch import list_launches
 
-    with list_launches() as found:
+    with list_launches() as launches:
         before, kernels = kernels, True
         try:
             yield
         finally:
             kernels = before
-    SEEN[phase] |= dict.fromkeys(map(str, found.kernels))
+    SEEN[phase] |= dict.fromkeys(map(str, launches.kernels))
 
 
 def both(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -168,9 +168,9 @@ class ResumeRuns:
         assert figures(run) == [figure for figure in figures(whole) if figure[0] >= point]
         assert _later_decisions(run, whole, point) == _later_decisions(whole, whole, point)
         assert _choices(run, point) == _choices(whole, point)
-        ends = [read_checkpoint(folder, case.steps) for folder in (saved, again)]
-        assert differences(*ends) == []
-        assert all(any(name.startswith(SNIP_KEY + "state") for name in end) for end in ends)
+        states = [read_checkpoint(folder, case.steps) for folder in (saved, again)]
+        assert differences(*states) == []
+        assert all(any(name.startswith(SNIP_KEY + "state") for name in end) for end in states)
 
     # -- another layout ----------------------------------------------------------------------------------------
     def _placed(self, place: str) -> Path:
@@ -185,10 +185,10 @@ class ResumeRuns:
         assert [step for step, _, _ in figures(run)] == [step for step, _, _ in figures(whole) if step >= point]
         apart = ("changed",)
         assert _later_decisions(run, whole, point, apart) == _later_decisions(whole, whole, point, apart)
-        own, expected = _choices(run, point), _choices(whole, point)
-        assert list(own) == list(expected)
-        assert list(own.values())[:1] == list(expected.values())[:1]
-        for step, choices in own.items():
+        maps, expected = _choices(run, point), _choices(whole, point)
+        assert list(maps) == list(expected)
+        assert list(maps.values())[:1] == list(expected.values())[:1]
+        for step, choices in maps.items():
             assert choices == expected[step] or excess(whole, step, choices) <= EXCESS_LIMIT
         return state_at(whole, point)
 
@@ -197,12 +197,12 @@ class ResumeRuns:
         """A checkpoint of SNIP in our entry without ``--snip``, and in Megatron's ``pretrain`` with nothing of ours."""
         case = SAME_LAYOUT[name]
         self.whole(name)
-        kept = case.arguments.removeprefix(_NOISE).split()
+        options = case.arguments.removeprefix(_NOISE).split()
         loading = ("--load", str(self._folder / name / "checkpoint"), "--ckpt-step", str(point))
         curves = []
         for module in ("snip_megatron.pretrain_gpt", "altered_pretrain:plain"):
             tmp = self._folder / f"{name}-{module.rpartition(':')[2]}"
-            args = tiny_llama_args(*kept, *loading, iters=case.steps)
+            args = tiny_llama_args(*options, *loading, iters=case.steps)
             curves.append(losses(self._warm.succeed(case.ranks, args, module=module, tmp=tmp, timeout=600)))
         assert set(curves[0]) == set(range(point + 1, case.steps + 1))
         assert curves[0] == curves[1]
@@ -210,9 +210,9 @@ class ResumeRuns:
     def enter_snip(self, name: str) -> None:
         """A checkpoint without SNIP's state under SNIP: one notice, bf16 until the next update."""
         case = SAME_LAYOUT[name]
-        kept, saved = case.arguments.removeprefix(_NOISE).split(), self._folder / f"{name}-plain" / "checkpoint"
+        options, saved = case.arguments.removeprefix(_NOISE).split(), self._folder / f"{name}-plain" / "checkpoint"
         saving = ("--save", str(saved), "--save-interval", "2", "--exit-interval", "2")
-        args = tiny_llama_args(*kept, *saving, iters=case.steps)
+        args = tiny_llama_args(*options, *saving, iters=case.steps)
         self._warm.succeed(case.ranks, args, module="altered_pretrain:plain", tmp=saved.parent, timeout=600)
         run = self._folder / f"{name}-entered" / "run"
         loading = ("--load", str(saved), "--snip-dir", str(run))
@@ -255,15 +255,15 @@ def _later_decisions(run: Path, whole: Path, point: int, besides: tuple[str, ...
     A resumed run adopts the map in force of its checkpoint again: this is left out. Without one, an adoption at
     ``point`` is the pending update's own.
     """
-    told = [
+    decisions = [
         {name: event[name] for name in _TOLD if name in event and name not in besides}
         for event in read_events(run)
         if event["event"] in _DECISIONS and event["step"] >= point
     ]
     resumed = any(event["event"] == "resume" for event in read_events(run)) and "map in force" in state_at(whole, point)
-    if resumed and told and told[0]["event"] == "adopt" and told[0]["step"] == point:
-        del told[0]
-    return told
+    if resumed and decisions and decisions[0]["event"] == "adopt" and decisions[0]["step"] == point:
+        del decisions[0]
+    return decisions
 
 
 def state_at(run: Path, point: int) -> str:

@@ -36,8 +36,8 @@ SNIP = shlex.split(
 
 def test_experts_that_no_token_is_sent_to(warm: WarmRanks, tmp_path: Path) -> None:
     args = tiny_llama_args(*STARVED, *SNIP, "--snip-dir", str(tmp_path / "run"), iters=6)
-    done = warm.succeed(2, args, tmp=tmp_path)
-    curve = losses(done)
+    process = warm.succeed(2, args, tmp=tmp_path)
+    curve = losses(process)
     assert len(curve) == 6
     assert all(math.isfinite(loss) for loss in curve.values())
     table = StatisticsTable.load(tmp_path / "run" / "stats" / "step_2.npz")
@@ -73,9 +73,9 @@ def test_a_mixture_of_one_expert_is_the_dense_decoder(warm: WarmRanks, tmp_path:
         (precision_map,) = read_maps(run).values()
         maps.append({key.replace(".experts.", "."): fmt for key, fmt in precision_map.choices.items()})
         metrics.append(read_metrics(run))
-    dense, one = tables
-    assert [".experts." in row.name for row in one.linears] == [False, False, True, True] * 4
-    same_rows = replace(one, linears=dense.linears)
+    dense, mixture = tables
+    assert [".experts." in row.name for row in mixture.linears] == [False, False, True, True] * 4
+    same_rows = replace(mixture, linears=dense.linears)
     result = worst_differences(dense, same_rows)
     assert agree(result), result
     assert maps[0] == maps[1]
@@ -116,8 +116,8 @@ DELTA = (
 _ATTENTION: list[dict[str, Any]] = [{}, {"replace_with_linear": True}, {}, {"no_op": True}]
 _MLPS: list[dict[str, Any]] = [{}, {}, {"no_op": True}, {"replace_with_linear": True}]
 _BLOCKS = [
-    {"attention": {"n_heads_in_group": None if own else 2, **own}, "ffn": {"ffn_hidden_size": 96, **mlp}}
-    for own, mlp in zip(_ATTENTION, _MLPS, strict=True)
+    {"attention": {"n_heads_in_group": None if attention else 2, **attention}, "ffn": {"ffn_hidden_size": 96, **mlp}}
+    for attention, mlp in zip(_ATTENTION, _MLPS, strict=True)
 ]
 _OF_BLOCKS = {
     "hidden_act": "silu", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 10000,

@@ -31,10 +31,10 @@ def test_bits_of_a_sum(warm: WarmRanks, tmp_path: Path) -> None:
             terms[rank] = parts[rank].float()
             result, total = ranks[rank][place][1], (terms[0] + terms[1] + terms[2]).to(dtype)
             torch.testing.assert_close(result, total, rtol=0, atol=0, equal_nan=True)
-            known = result.isfinite()
-            assert known.sum() == (256 if (length, rank) == (384, 0) else length)
+            finite = result.isfinite()
+            assert finite.sum() == (256 if (length, rank) == (384, 0) else length)
             exact = torch.stack(parts).double().sum(0)
-            assert float((result - exact)[known].norm() / exact[known].norm()) < 0.05
+            assert float((result - exact)[finite].norm() / exact[finite].norm()) < 0.05
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ def test_trainings(warm: WarmRanks, tmp_path: Path) -> None:
     """Beside FP32: other numbers, and the same ones after a resume, which overlaps them."""
     quantised = ("--snip-gradient-reduction", "fp8")
     plain, reduced = train(warm, tmp_path, "fp32"), train(warm, tmp_path, "fp8", *quantised)
-    for (_, one, one_norm), (_, other, other_norm) in zip(plain.figures, reduced.figures, strict=True):
-        assert one_norm != other_norm
-        assert other_norm == pytest.approx(one_norm, rel=0.02)
-        assert other == pytest.approx(one, rel=1e-2)
+    for (_, loss, norm), (_, reduced_loss, reduced_norm) in zip(plain.figures, reduced.figures, strict=True):
+        assert norm != reduced_norm
+        assert reduced_norm == pytest.approx(norm, rel=0.02)
+        assert reduced_loss == pytest.approx(loss, rel=1e-2)
     assert plain.figures[0][1] == reduced.figures[0][1]  # the loss before the first update of the weights
 
     resume = ("--load", str(tmp_path / "fp8-saved"), "--ckpt-step", "2", "--overlap-grad-reduce")

@@ -28,8 +28,8 @@ BASES = {model.base for model in MODELS.values()}
 def rows(fast: Iterable[Any], full: Iterable[Any]) -> list[Any]:
     """The rows of a matrix, those that are not ``fast`` on request. Tuples are the arguments of a test."""
     fast = list(fast)
-    others = [row if isinstance(row, tuple) else (row,) for row in full if row not in fast]
-    return [*fast, *(pytest.param(*row, marks=pytest.mark.matrix) for row in others)]
+    slow = [row if isinstance(row, tuple) else (row,) for row in full if row not in fast]
+    return [*fast, *(pytest.param(*row, marks=pytest.mark.matrix) for row in slow)]
 
 
 @pytest.mark.parametrize("name", rows(FAST, [name for name in LAYOUTS if name not in BASES]))

@@ -67,11 +67,11 @@ def test_wandb(recorded: Path) -> None:
     (file,) = (recorded / "wandb").rglob("*.wandb")  # never a second run
     rows = {row["_step"]: row for row in history(file)}
     step, precision_map, table = the_map(recorded / "run")
-    own = {metric["step"] + 1: metric["fp4_fraction"] for metric in read_metrics(recorded / "run")}
+    shares = {metric["step"] + 1: metric["fp4_fraction"] for metric in read_metrics(recorded / "run")}
     logged = {at: row["snip/fp4_fraction"] for at, row in rows.items() if "snip/fp4_fraction" in row}
     # The last step's figures come when Megatron has finished its run.
-    assert len(logged) == len(own) - 1
-    assert {own[at] for at in logged} == set(logged.values())
+    assert len(logged) == len(shares) - 1
+    assert {shares[at] for at in logged} == set(logged.values())
     assert {at for at, row in rows.items() if "lm loss" in row} >= set(range(1, 7))
     assert rows[step]["snip-map/achieved_per_stage/1"] == adoption(recorded / "run")["achieved_per_stage"]["1"]
     assert "snip-updates/probe/statistics/seconds" in rows[2]
@@ -94,9 +94,9 @@ def test_tensorboard(recorded: Path) -> None:
 
     log = EventAccumulator(str(recorded / "tensorboard")).Reload()
     step, precision_map, table = the_map(recorded / "run")
-    own = {m["step"] + 1: m["fp4_fraction"] for m in read_metrics(recorded / "run")}
+    shares = {m["step"] + 1: m["fp4_fraction"] for m in read_metrics(recorded / "run")}
     logged = {e.step: e.value for e in log.Scalars("snip/fp4_fraction")}
-    assert logged == pytest.approx({at: share for at, share in own.items() if at < 6})
+    assert logged == pytest.approx({at: share for at, share in shares.items() if at < 6})
     (share,) = log.Scalars("snip-map/achieved_per_stage/1")
     assert (share.step, share.value) == (step, pytest.approx(adoption(recorded / "run")["achieved_per_stage"]["1"]))
     (solve,) = log.Scalars("snip-map/solve_seconds")

@@ -29,9 +29,9 @@ def arguments(run: Path, *extra: str) -> list[str]:
 
 def record(run: Path) -> tuple[list[tuple[int, float, float]], list[object]]:
     """Losses of steps and of validations, and adoptions."""
-    kept = ("step", "event", "formats", "loss", "version", "fp4_fraction")
+    fields = ("step", "event", "formats", "loss", "version", "fp4_fraction")
     events = [
-        {k: event.get(k) for k in kept} for event in read_events(run) if event["event"] in ("adopt", "validation")
+        {k: event.get(k) for k in fields} for event in read_events(run) if event["event"] in ("adopt", "validation")
     ]
     return figures(run), events
 

@@ -80,8 +80,8 @@ def test_a_resume_in_the_middle_of_a_phase_is_bitwise_equal(warm: WarmRanks, who
     assert {s: m for s, m in read_maps(run).items() if s > SAVED} == {
         s: m for s, m in read_maps(whole.run).items() if s > SAVED
     }
-    ends = [read_checkpoint(folder, STEPS) for folder in (whole.saved, tmp_path / "saved")]
-    assert differences(*ends) == []
+    states = [read_checkpoint(folder, STEPS) for folder in (whole.saved, tmp_path / "saved")]
+    assert differences(*states) == []
 
 
 def test_a_resume_on_another_layout_goes_on_with_the_same_plan(warm: WarmRanks, whole: Whole, tmp_path: Path) -> None:
@@ -90,11 +90,11 @@ def test_a_resume_on_another_layout_goes_on_with_the_same_plan(warm: WarmRanks, 
     run = train(warm, tmp_path, "resumed", *SNIP, *load)
     assert [event["step"] for event in events(run, "phase")] == [15, 18]
     assert not events(run, "plan_moved", "out_of_reach")
-    kept = ("version", "status", "target", "phases")
-    ends = [
-        {name: event[name] for name in kept} for folder in (whole.run, run) for event in events(folder, "phase")[-1:]
+    fields = ("version", "status", "target", "phases")
+    plans = [
+        {name: event[name] for name in fields} for folder in (whole.run, run) for event in events(folder, "phase")[-1:]
     ]
-    assert ends[0] == ends[1]
+    assert plans[0] == plans[1]
     later, before = ({s: m for s, m in read_maps(folder).items() if s > SAVED} for folder in (run, whole.run))
     assert later == before
     shares = [

@@ -48,8 +48,8 @@ def test_an_in_process_restart_continues_bitwise(warm: WarmRanks, whole: Path, t
     # Once a validation: a wrapper left over from the first start would record each twice.
     for kind, count in (("validation", 2), ("adopt", 3)):
         assert len({e["step"] for e in read_events(whole) if e["event"] == kind}) >= count - 1
-        own = [(e["step"], e.get("loss"), e.get("version")) for e in read_events(run) if e["event"] == kind]
-        assert len(own) == len(set(own))
+        records = [(e["step"], e.get("loss"), e.get("version")) for e in read_events(run) if e["event"] == kind]
+        assert len(records) == len(set(records))
 
 
 def test_a_second_run_in_one_process_resumes_the_first(warm: WarmRanks, tmp_path: Path) -> None:

@@ -50,9 +50,9 @@ def assert_maps_hold(run: Path, stages: int) -> None:
         assert precision_map.achieved is not None
         assert precision_map.achieved >= 0.75
         for stage in range(stages):
-            own = [name for name in flops if stage_of[name] == stage]
-            low = sum(flops[n] for n in own for g in Gemm if precision_map.format_of(n, g) is Format.FP4)
-            share = low / (3 * sum(flops[n] for n in own))
+            names = [name for name in flops if stage_of[name] == stage]
+            low = sum(flops[n] for n in names for g in Gemm if precision_map.format_of(n, g) is Format.FP4)
+            share = low / (3 * sum(flops[n] for n in names))
             assert share >= 0.75 - STAGE_TOLERANCE - 1e-9
             assert precision_map.achieved_per_stage[str(stage)] == pytest.approx(share)
 

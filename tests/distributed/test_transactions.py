@@ -137,10 +137,10 @@ def test_statistics_that_overflow_in_fp16_are_measured_again_a_lag_later(warm: W
     args = tiny_llama_args(*fp16, *snip, "--num-layers", "2", "--snip-dir", str(tmp_path / "run"), iters=10)
     warm.succeed(1, args, tmp=tmp_path)
     events = list(read_events(tmp_path / "run"))
-    tries = [e["step"] for e in events if e["event"] in ("dropped", "submit")]
-    assert len(tries) > 1
-    assert [e["reason"].partition(":")[0] for e in events if e["event"] == "dropped"] == ["not finite"] * len(tries[1:])
-    assert tries == [*range(FIRST, FIRST + LAG * len(tries), LAG)]
+    steps = [e["step"] for e in events if e["event"] in ("dropped", "submit")]
+    assert len(steps) > 1
+    assert [e["reason"].partition(":")[0] for e in events if e["event"] == "dropped"] == ["not finite"] * len(steps[1:])
+    assert steps == [*range(FIRST, FIRST + LAG * len(steps), LAG)]
 
 
 def test_a_failure_where_other_ranks_wait_ends_the_job_in_one_line(warm: WarmRanks, tmp_path: Path) -> None:

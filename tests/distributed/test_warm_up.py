@@ -34,8 +34,8 @@ def assert_all_is_warmed_up(warm: WarmRanks, tmp_path: Path, layout: str, **vari
     assert [event["step"] for event in adopted] == [3, 7]
     assert all(event["changed"] for event in adopted[:1])
     for rank in range(2):
-        seen = json.loads((tmp_path / f"listed.{rank}").read_text())
-        assert set(seen["launched"]) <= set(seen["warmed up"])
-        names = {json.loads(text)["name"].rpartition(".")[2] for text in seen["launched"]}
+        kernels = json.loads((tmp_path / f"listed.{rank}").read_text())
+        assert set(kernels["launched"]) <= set(kernels["warmed up"])
+        names = {json.loads(text)["name"].rpartition(".")[2] for text in kernels["launched"]}
         assert {"tile_kernel", "block_kernel", "output_kernel", "squares_kernel"} <= names
         assert any(name.startswith("swiglu") for name in names)

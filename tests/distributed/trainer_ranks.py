@@ -41,9 +41,9 @@ def train(folder: Path, callback: Any = None, resume: str | None = None, **argum
         "norms": [row["grad_norm"] for row in trainer.state.log_history if "loss" in row],
         "weights": float(sum(p.double().abs().sum() for p in model.parameters())),
     }
-    made = [each for each in trainer.callback_handler.callbacks if isinstance(each, SnipCallback)]
-    if made:
-        snip = made[0].snip
+    snip_callbacks = [each for each in trainer.callback_handler.callbacks if isinstance(each, SnipCallback)]
+    if snip_callbacks:
+        snip = snip_callbacks[0].snip
         assert snip is not None
         result["map"] = {key: fmt.value for key, fmt in snip.map.choices.items()}
         result["tokens"] = None if snip.table is None else snip.table.tokens

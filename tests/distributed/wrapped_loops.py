@@ -74,21 +74,21 @@ def main() -> None:
         dist.init_process_group("gloo")
         return ddp(model)
 
-    found: dict[str, Any] = {"alone": train(0, 1, stays, stays)}
+    results: dict[str, Any] = {"alone": train(0, 1, stays, stays)}
     rank = int(os.environ["RANK"])
-    found["ddp after"] = train(rank, 2, stays, joins)
-    found["ddp before"] = train(rank, 2, ddp, stays)
-    found["fully_shard"] = train(rank, 2, sharded, stays)
+    results["ddp after"] = train(rank, 2, stays, joins)
+    results["ddp before"] = train(rank, 2, ddp, stays)
+    results["fully_shard"] = train(rank, 2, sharded, stays)
     try:
         train(rank, 2, stays, ddp, seed=rank)
     except SnipError as error:
-        found["unlike"] = {"error": str(error), "exit_code": error.exit_code}
+        results["unlike"] = {"error": str(error), "exit_code": error.exit_code}
     backend = HopperBackend(operands, library=object(), deepgemm=object(), groups=object())  # type: ignore[arg-type]
     if rank == 1:
         backend.disable_deepgemm()
     agree_about_deepgemm(backend)
-    found["library"] = backend.products
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
+    results["library"] = backend.products
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 

@@ -58,8 +58,8 @@ def project(tmp_path: Path) -> Path:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SNIP_", "VIRTUAL_ENV"))}
-    return {**kept, "SNIP_PYTHON": sys.executable, **extra}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SNIP_", "VIRTUAL_ENV"))}
+    return {**inherited, "SNIP_PYTHON": sys.executable, **extra}
 
 
 def bootstrap(project: Path, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -97,13 +97,13 @@ def test_installs_once_and_again_only_when_an_input_changes(project: Path) -> No
     assert second.stdout.split() == [str(project / ".venv" / "bin" / "python"), str(project / ".venv"), "False"]
     assert log.stat().st_mtime_ns == before
 
-    kept = project / ".venv" / "kept-by-an-update-in-place"
-    kept.touch()
+    marker = project / ".venv" / "kept-by-an-update-in-place"
+    marker.touch()
     (project / "constraints.txt").write_text("# another pin\n")
     third = bootstrap(project)
     assert third.returncode == 0, third.stderr
     assert log.stat().st_mtime_ns > before
-    assert kept.exists()
+    assert marker.exists()
 
     other = project.with_name("other")
     shutil.copytree(project, other, ignore=shutil.ignore_patterns(".venv*"))

@@ -52,8 +52,8 @@ def test_every_figure_links_to_a_result():
     rows = figure_rows()
     assert len(rows) >= 6
     assert all(path.is_relative_to(ROOT / "benchmarks/results") for _, _, path in rows)
-    rest = README.replace(README.partition("## What it gives")[2].partition("\n## ")[0], "")
-    assert not re.findall(r"\d[\d.,]*\s?×", rest), "a speed outside of the table"
+    text = README.replace(README.partition("## What it gives")[2].partition("\n## ")[0], "")
+    assert not re.findall(r"\d[\d.,]*\s?×", text), "a speed outside of the table"
 
 
 def written(figures: str) -> dict[str, float]:

@@ -47,9 +47,9 @@ def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(tmp_path:
     layout = replace(job.layout, gradient_accumulation_fusion=False)
     layout = replace(layout, model=replace(layout.model, vocabulary=129_024))  # as Megatron pads it
     table = load_cost_model("h200")
-    known = render(make_plan(StepModel(layout, table), parse_config({}, table, has_end=True)))
-    assert "by gemm: the fastest uniform map, because" in known
-    assert without_clock(expected.partition("\n")[2]) == without_clock(known)
+    plan = render(make_plan(StepModel(layout, table), parse_config({}, table, has_end=True)))
+    assert "by gemm: the fastest uniform map, because" in plan
+    assert without_clock(expected.partition("\n")[2]) == without_clock(plan)
     assert refused("launch", *reference, "--megatron", "--nonsense") == "unrecognized arguments: --nonsense"
 
 

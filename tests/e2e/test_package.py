@@ -100,9 +100,9 @@ def test_the_wheel_trains_and_names_what_is_missing_without_its_extras(wheel: Pa
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     (site / "sitecustomize.py").write_text(HIDE)
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")}
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")}
     hidden = ",".join(each.name for each, _, _ in EXTRAS)
-    environment = kept | {"PYTHONPATH": str(site), "HIDDEN": hidden, "CUDA_VISIBLE_DEVICES": ""}
+    environment = inherited | {"PYTHONPATH": str(site), "HIDDEN": hidden, "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # as torchrun
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 

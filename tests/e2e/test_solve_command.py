@@ -156,43 +156,43 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def solved(done: subprocess.CompletedProcess[str]) -> dict:
-    assert done.returncode == 0, done.stderr
-    body: dict = json.loads(done.stdout)
+def solved(process: subprocess.CompletedProcess[str]) -> dict:
+    assert process.returncode == 0, process.stderr
+    body: dict = json.loads(process.stdout)
     assert len(body["choices"]) == 12 * LAYERS
     return body
 
 
 def test_another_budget_of_a_run(recorded: Path) -> None:
-    own = solved(snip("solve", recorded))
+    stored_budget = solved(snip("solve", recorded))
     more = solved(snip("solve", recorded, "--budget", "fp4=0.8"))
-    assert 0.5 <= own["achieved"] < 0.8 <= more["achieved"]
-    assert own["objective"] < more["objective"]
+    assert 0.5 <= stored_budget["achieved"] < 0.8 <= more["achieved"]
+    assert stored_budget["objective"] < more["objective"]
     stored = solved(snip("solve", recorded / "problems" / "step_10.json", "--budget", "fp4=0.8"))
     assert stored["choices"] == more["choices"]
 
 
 def test_a_speedup_from_a_run_that_asked_for_a_share(recorded: Path, tmp_path: Path) -> None:
     assert "no times are stored" in refused("solve", recorded, "--budget", "speedup=1.2")
-    known = tmp_path / "known"
-    shutil.copytree(recorded, known)
-    body = json.loads((known / "config.json").read_text())
+    run = tmp_path / "known"
+    shutil.copytree(recorded, run)
+    body = json.loads((run / "config.json").read_text())
     formats = [Format.FP8, Format.FP4]
     body["facts"]["predicted_times"] = OptionTimes.predict(load_cost_model("h200"), SHAPES, formats).as_dict()
-    (known / "config.json").write_text(json.dumps(body))
-    fast = solved(snip("solve", known, "--budget", "speedup=1.2", "--formats", "bf16,fp8"))
+    (run / "config.json").write_text(json.dumps(body))
+    fast = solved(snip("solve", run, "--budget", "speedup=1.2", "--formats", "bf16,fp8"))
     assert fast["speedup"] >= 1.2 * (1 - 1e-8)
     assert fast["fp4_share"] == 0.0
     assert fast["budget"] == "speedup"
     assert set(fast["choices"].values()) == {"bf16", "fp8"}
 
     body["facts"] |= {"predicted_times": None, "linear_shapes": {kind: asdict(s) for kind, s in SHAPES.items()}}
-    (known / "config.json").write_text(json.dumps(body))
-    command = ("solve", known, "--budget", "speedup=1.2", "--formats", "bf16,fp8", "--timings")
+    (run / "config.json").write_text(json.dumps(body))
+    command = ("solve", run, "--budget", "speedup=1.2", "--formats", "bf16,fp8", "--timings")
     assert solved(snip(*command, "h200"))["choices"] == fast["choices"]
     assert solved(snip(*command, "flops"))["choices"] != fast["choices"]
-    assert "has no effect with --budget fp4=0.5" in refused("solve", known, "--timings", "h200")
-    assert "lies in no run directory" in refused("solve", known / "config.json", "--timings", "h200")
+    assert "has no effect with --budget fp4=0.5" in refused("solve", run, "--timings", "h200")
+    assert "lies in no run directory" in refused("solve", run / "config.json", "--timings", "h200")
 
 
 def test_mistakes_with_a_run(recorded: Path, tmp_path: Path) -> None:

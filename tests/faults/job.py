@@ -86,13 +86,13 @@ class Job:
             where += ["--save", saved, "--load", saved, "--save-interval", str(self.interval)]
         curve: Curve = {}
         for start in range(2 * len(self.cases) + 2):
-            known = self._injected().keys()
+            before = self._injected().keys()
             process = self._train(f"start{start}", self.cases, *where)
             part = curve_of(self.folder, f"start{start}")
             curve |= part
             if process.returncode == 0 and ((self.steps - 1, 0) in part or self.shares is not None):
                 break
-            new = {index: line["time"] for index, line in self._injected().items() if index not in known}
+            new = {index: line["time"] for index, line in self._injected().items() if index not in before}
             if not new:
                 raise LostError(f"it ended without a fault: exit code {process.returncode}: {process.stderr[-300:]}")
             last = max(new, key=lambda index: new[index])
@@ -134,13 +134,13 @@ class Job:
         return {line["index"]: line for line in lines_of(self.folder, "injected")}
 
     # -- the judge -------------------------------------------------------------------------------------------------
-    def _judge_end(self, index: int, done: subprocess.CompletedProcess[str]) -> None:
+    def _judge_end(self, index: int, process: subprocess.CompletedProcess[str]) -> None:
         """Judge an end of the job: of the fault that was injected last."""
-        case, lines = self.cases[index], error_lines(done)
+        case, lines = self.cases[index], error_lines(process)
         errors = self.folder.glob(f"start*/rank{case.rank(self.layout[0])}.err")
         latest = max(errors, key=lambda path: path.stat().st_mtime, default=None)
-        traced = "Traceback" in (done.stderr if latest is None else latest.read_text())
-        if done.returncode == 0:
+        traced = "Traceback" in (process.stderr if latest is None else latest.read_text())
+        if process.returncode == 0:
             if case.fault == "SIGTERM" or case.moment == "end":
                 self.outcomes[index] = "stopped with a checkpoint"  # else for a case that needs a start or an end
         elif case.fault == "rank killed":
@@ -150,7 +150,7 @@ class Job:
         elif case.fault in ENDS and traced and MOMENTS[case.moment].host:
             self.outcomes[index] = "ended by Megatron's own error"
         else:  # 124: ranks hung
-            self.lost[index] = f"exit code {done.returncode}, {len(lines)} lines: {done.stderr[-500:]}"
+            self.lost[index] = f"exit code {process.returncode}, {len(lines)} lines: {process.stderr[-500:]}"
 
     def _judge(self, curve: Curve) -> None:
         """Compare the training with the replay of its record, bit for bit, and look for missing records."""

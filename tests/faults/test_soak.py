@@ -18,8 +18,8 @@ def test_a_training_goes_on_through_faults_and_holds_what_it_held(warm: WarmRank
     assert result["faults"][2]["outcome"] == NOT_REACHED  # no update follows it
     assert (result["events"]["adopt"], result["events"]["dropped"]) == (6, 1)
     assert len(result["resources"]) == 2
-    for held in result["resources"]:
-        assert not {"descriptors", "threads", "device", "written"} & set(held["growing"])  # memory settles later
+    for usage in result["resources"]:
+        assert not {"descriptors", "threads", "device", "written"} & set(usage["growing"])  # memory settles later
     assert result["resources"][0]["files"] > 4 * 5  # of five updates
     assert "files" not in result["resources"][1]  # rank 0 alone writes
 

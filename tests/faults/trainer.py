@@ -38,8 +38,8 @@ class Rank:
         self.controller: Any = None
         self.step = -1
         self.case: tuple[int, Case] | None = None
-        done = {json.loads(line)["index"] for path in folder.glob("injected*.jsonl") for line in path.open()}
-        self._cases = [(i, Case(*each), step) for i, (*each, step) in enumerate(self.plan["cases"]) if i not in done]
+        past = {json.loads(line)["index"] for path in folder.glob("injected*.jsonl") for line in path.open()}
+        self._cases = [(i, Case(*each), step) for i, (*each, step) in enumerate(self.plan["cases"]) if i not in past]
         if self._cases and self._cases[0][1].moment == "start":
             self.case = self._cases.pop(0)[:2]
 

@@ -19,9 +19,9 @@ from snip_megatron import pretrain_gpt
 _run = te_linear.general_gemm
 
 
-def broken(a: Any, b: Any, *others: Any, **named: Any) -> Any:
+def broken(a: Any, b: Any, *positional: Any, **named: Any) -> Any:
     """Return what ``general_gemm`` does, without the last rows of a dgrad."""
-    result = _run(a, b, *others, **named)
+    result = _run(a, b, *positional, **named)
     if named.get("layout") == "NN" and named.get("grad") and result[0].shape[-1] == int(os.environ["DEPTH"]):
         result[0].view(-1, result[0].shape[-1])[-16:] = 0
     return result
@@ -30,12 +30,12 @@ def broken(a: Any, b: Any, *others: Any, **named: Any) -> Any:
 counts: Counter[str] = Counter()
 
 
-def counted(weight: Any, *others: Any, **named: Any) -> Any:
+def counted(weight: Any, *positional: Any, **named: Any) -> Any:
     """Return what ``general_gemm`` does, and count the fprops."""
     if not named.get("grad"):
         plain = type(weight) in {torch.Tensor, torch.nn.Parameter}
         counts[f"{'x'.join(map(str, weight.size()))} {'plain' if plain else 'quantised'}"] += 1
-    return _run(weight, *others, **named)
+    return _run(weight, *positional, **named)
 
 
 if __name__ == "__main__":

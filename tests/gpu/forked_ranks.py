@@ -58,8 +58,8 @@ def run_ranks(
     }  # fmt: skip
     ranks = []
     for rank in range(count):
-        own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(_Rank(module, list(arguments), own, folder, outputs[rank], forks=forks))
+        variables = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(_Rank(module, list(arguments), variables, folder, outputs[rank], forks=forks))
     deadline = time.monotonic() + timeout
     while any(rank.code() is None for rank in ranks) and time.monotonic() < deadline:
         if any(rank.code() for rank in ranks):

@@ -112,8 +112,8 @@ def main() -> int:
     if "snip_te_map.quantizer_factory" in sys.argv:
         configure = pretraining.model_config
 
-        def configure_named(*given: Any, **named: Any) -> Any:
-            model = configure(*given, **named)
+        def configure_named(*args: Any, **named: Any) -> Any:
+            model = configure(*args, **named)
             model.pre_wrap_hooks.append(_named)
             return model
 

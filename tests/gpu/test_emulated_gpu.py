@@ -41,9 +41,9 @@ def hard_matrix(seed: int, rows: int = 256, cols: int = 512) -> Tensor:
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, device="cuda", generator=generator)
 
-    one = torch.ones((), device="cuda")
-    x = integers(-255, 256, rows, cols) * torch.ldexp(one, integers(-8, 1, rows, cols))
-    x = (x * torch.ldexp(one, integers(-20, 1, rows, 1)) * (1 + seed / 128)).bfloat16()
+    unit = torch.ones((), device="cuda")
+    x = integers(-255, 256, rows, cols) * torch.ldexp(unit, integers(-8, 1, rows, cols))
+    x = (x * torch.ldexp(unit, integers(-20, 1, rows, 1)) * (1 + seed / 128)).bfloat16()
     x[: rows // 4] = integers(-(1 << 15), 1 << 15, rows // 4, cols).to(torch.int16).view(torch.bfloat16)
     x[rows // 4 : rows // 2, ::16] = 0.0
     x[rows // 2 : rows // 2 + 16] = -0.0
@@ -62,12 +62,12 @@ def test_bits_of_hard_matrices(fmt: Format) -> None:
             x[:64] = x[64:128]
         spec = OperandSpec(fmt, fmt, amax=amax, rotation=Rotation(seed, amax))
         actual, expected = quantize_exact(x, spec), reference.quantize_exact(x, spec)
-        for side, one, other in zip(("row", "col"), actual, expected, strict=True):
-            known = ~other.dequantize().isnan()
-            assert torch.equal(~one.dequantize().isnan(), known), (side, seed)
-            same = one.values.view(torch.int16) == other.values.view(torch.int16)
-            assert same[known].all(), (side, seed, int((~same & known).sum()))
-            torch.testing.assert_close(one.scale, other.scale, rtol=0, atol=0, equal_nan=True)
+        for side, result, truth in zip(("row", "col"), actual, expected, strict=True):
+            numbers = ~truth.dequantize().isnan()
+            assert torch.equal(~result.dequantize().isnan(), numbers), (side, seed)
+            same = result.values.view(torch.int16) == truth.values.view(torch.int16)
+            assert same[numbers].all(), (side, seed, int((~same & numbers).sum()))
+            torch.testing.assert_close(result.scale, truth.scale, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -102,13 +102,13 @@ def test_captured_products_follow_keys_and_weights(backend: GemmBackend, fmt: Fo
     words = torch.tensor([[1, 2, 0, 0], [3, 4, 0, 0]], dtype=torch.int32, device="cuda")
     current = torch.zeros(4, dtype=torch.int32, device="cuda")[:1]
     sides = backend.quantize(w, OperandSpec(fmt, fmt, weight=True))
-    held = CachedPair(sides, current)
+    cached = CachedPair(sides, current)
     cols = torch.arange(n, device="cuda")
     out = torch.zeros(n, k, device="cuda")
 
     def step() -> tuple[Tensor, Tensor]:
         x_row, x_col = backend.quantize(x, OperandSpec(fmt, fmt))
-        w_row, w_col = backend.quantize(w, OperandSpec(fmt, fmt, weight=True), held)
+        w_row, w_col = backend.quantize(w, OperandSpec(fmt, fmt, weight=True), cached)
         g_row, g_col = backend.quantize(g, OperandSpec(fmt, fmt, keys=GradientKeys(words[0, :2], words[1, :2], cols)))
         backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32, out.zero_())
         return backend.multiply(Gemm.FPROP, x_row, w_row, torch.bfloat16), backend.multiply(
@@ -129,8 +129,8 @@ def test_captured_products_follow_keys_and_weights(backend: GemmBackend, fmt: Fo
     graph.replay()
     replayed = y.clone(), d.clone(), out.clone()
     expected = *step(), out.clone()
-    for one, two in zip(replayed, expected, strict=True):
-        assert torch.equal(one, two)
+    for actual, truth in zip(replayed, expected, strict=True):
+        assert torch.equal(actual, truth)
     current.fill_(1)
     w.zero_()
     graph.replay()

@@ -28,11 +28,11 @@ def summed(parts: list[Tensor], rank: int) -> Tensor:
 def reduce_on_rank(rank: int, port: int) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    own, shard = torch.empty(RANKS * ELEMENTS, device="cuda"), torch.empty(ELEMENTS, device="cuda")
+    gradient, shard = torch.empty(RANKS * ELEMENTS, device="cuda"), torch.empty(ELEMENTS, device="cuda")
     for step in range(3):
         whole = [gradients(each, step) for each in range(RANKS)]
-        own.copy_(gradients(rank, step))
-        start_gradient_reduction(shard, own, dist.group.WORLD)()
+        gradient.copy_(gradients(rank, step))
+        start_gradient_reduction(shard, gradient, dist.group.WORLD)()
         rows = [as_rows(each.view(RANKS, -1)) for each in whole]
         expected = summed(rows, rank).flatten()[:ELEMENTS]
         assert torch.equal(shard.cpu(), expected), f"gradients of step {step}"

@@ -164,7 +164,7 @@ class Family:
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
         self._ranks, self._arguments = (2, ON_TWO[name]) if name in ON_TWO else (1, FAMILIES[name])
-        self.found: dict[str, dict[str, Any]] = {}
+        self.results: dict[str, dict[str, Any]] = {}
 
     def train(self, name: str, source: Future[None] | None) -> None:
         """Train from the start, or from the first checkpoint of the training that has ``source``."""
@@ -179,8 +179,8 @@ class Family:
         if source is not None:
             source.result()  # it began before, so that it never waits for this
         if name in EXPORTED:
-            made = self._folder / str(load) / "snip" / "maps" / "step_0.json"
-            words = ["export", "--format", EXPORTED[name], str(made), "--out", str(run / "exported")]
+            source_map = self._folder / str(load) / "snip" / "maps" / "step_0.json"
+            words = ["export", "--format", EXPORTED[name], str(source_map), "--out", str(run / "exported")]
             assert command([*words, "--collapse"] if name == "file" else words) == 0
         elif source is not None:
             arguments += ["--load", str(self._folder / str(load) / "saved"), "--ckpt-step", str(SAVED)]
@@ -207,13 +207,13 @@ class Family:
         assert code == 0, said
         ranks = [json.loads((run / f"rank{rank}.json").read_text()) for rank in range(self._ranks)]
         # Only the last pipeline stage has losses.
-        self.found[name] = ranks[-1] | {"weights": [rank["weights"] for rank in ranks]}
+        self.results[name] = ranks[-1] | {"weights": [rank["weights"] for rank in ranks]}
         for checkpoint in (run / "saved").glob("iter_*"):  # all of them would fill a small disk
             if checkpoint.name != f"iter_{SAVED:07d}":
                 shutil.rmtree(checkpoint)
 
     def losses(self, name: str) -> list[float]:
-        return [float.fromhex(each) for each in self.found[name]["losses"].values()]
+        return [float.fromhex(each) for each in self.results[name]["losses"].values()]
 
     def adoptions(self, name: str) -> int:
         events = (self._folder / name / "snip" / "events.jsonl").read_text().splitlines()
@@ -280,12 +280,12 @@ def test_maps_train_nearly_as_bf16(trained: Trained, family: str, whole: str, na
     assert len(mapped) == STEPS
     assert stock[-1] < stock[0]
     assert mapped != stock
-    ends = [sum(losses[-5:]) / 5 for losses in (stock, mapped)]
-    assert abs(ends[1] - ends[0]) < 0.01 * (stock[0] - stock[-1])  # of what was learnt: what is left is near 0
+    averages = [sum(losses[-5:]) / 5 for losses in (stock, mapped)]
+    assert abs(averages[1] - averages[0]) < 0.01 * (stock[0] - stock[-1])  # of what was learnt: what is left is near 0
     if UPDATED in TRAININGS[name][0]:
         assert result.adoptions(name) == 2
         assert "stays bf16" not in result.stdout(name)
-        assert (result.found[name]["replays"][str(STEPS)] > 0) == ("graphs" in name)
+        assert (result.results[name]["replays"][str(STEPS)] > 0) == ("graphs" in name)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_maps_train_nearly_as_bf16(trained: Trained, family: str, whole: str, na
 )
 def test_trainings_are_alike_bit_for_bit(trained: Trained, family: str, whole: str, name: str) -> None:
     """Stock and an all-bf16 map, from the start and from each other's checkpoints; updated maps."""
-    result = trained(family, whole, name).found
+    result = trained(family, whole, name).results
     first = 1 if TRAININGS[name][1] is None else SAVED + 1
     for figures in ("losses", "grad_norms"):
         part = result[name][figures]

@@ -176,8 +176,8 @@ class Trainings:
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("needs Transformer Engine")
-    kept = os.environ.get("GRAPH_RUNS")  # where to look at them afterwards
-    folder = Path(kept) if kept else tmp_path_factory.mktemp("graphs")
+    path = os.environ.get("GRAPH_RUNS")  # where to look at them afterwards
+    folder = Path(path) if path else tmp_path_factory.mktemp("graphs")
     folder.mkdir(parents=True, exist_ok=True)
     can_fork()
     trainings = Trainings(folder)
@@ -244,18 +244,18 @@ def on_two(trainings: Trainings) -> Trainings:
     return trainings
 
 
-def close_steps(expected: dict[str, Any], found: dict[str, Any], bound: float = 2e-3) -> None:
+def close_steps(expected: dict[str, Any], actual: dict[str, Any], bound: float = 2e-3) -> None:
     """Losses of a captured step that read an old key, map or weight would be another run's within a few steps."""
     for name in ("losses", "grad_norms"):
-        for step, value in found[name].items():
+        for step, value in actual[name].items():
             assert float.fromhex(value) == pytest.approx(float.fromhex(expected[name][step]), rel=bound), (name, step)
 
 
-def same_steps(expected: dict[str, Any], found: dict[str, Any]) -> None:
+def same_steps(expected: dict[str, Any], actual: dict[str, Any]) -> None:
     for name in ("losses", "grad_norms"):
-        different = {step for step in found[name] if found[name][step] != expected[name][step]}
+        different = {step for step in actual[name] if actual[name][step] != expected[name][step]}
         assert not different, f"{name} differ first at step {min(different)}"
-    assert found["weights"] == expected["weights"]
+    assert actual["weights"] == expected["weights"]
 
 
 @pytest.mark.parametrize("graphs", IMPLEMENTATIONS)

@@ -45,17 +45,17 @@ def draws(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, device="cuda", generator=torch.Generator(device="cuda").manual_seed(seed)).bfloat16()
 
 
-def run(made: GroupLoop, n: int, k: int, splits: list[int], formats: Any, gradients: list[Tensor]) -> list[Tensor]:
+def run(loop: GroupLoop, n: int, k: int, splits: list[int], formats: Any, gradients: list[Tensor]) -> list[Tensor]:
     """Y, ∂L/∂X and the gradients of all weights."""
     fprop, dgrad, wgrad = formats
     x, g = draws(sum(splits), k, seed=0), draws(sum(splits), n, seed=1)
     weights = list(draws(len(splits), n, k, seed=2).unbind(0))
     keys = GradientKeys(17, 18, torch.arange(n, device="cuda"))
-    x_row, x_col = made.quantize_rows(x, splits, OperandSpec(fprop, wgrad))
-    w_row, w_col = made.quantize_weights(weights, OperandSpec(fprop, dgrad, weight=True))
-    g_row, g_col = made.quantize_rows(g, splits, OperandSpec(dgrad, wgrad, keys=keys))
-    y, d = made.multiply(Gemm.FPROP, x_row, w_row, x.dtype), made.multiply(Gemm.DGRAD, g_row, w_col, g.dtype)
-    made.accumulate(g_col, assemble(flatten(x_col)), gradients)
+    x_row, x_col = loop.quantize_rows(x, splits, OperandSpec(fprop, wgrad))
+    w_row, w_col = loop.quantize_weights(weights, OperandSpec(fprop, dgrad, weight=True))
+    g_row, g_col = loop.quantize_rows(g, splits, OperandSpec(dgrad, wgrad, keys=keys))
+    y, d = loop.multiply(Gemm.FPROP, x_row, w_row, x.dtype), loop.multiply(Gemm.DGRAD, g_row, w_col, g.dtype)
+    loop.accumulate(g_col, assemble(flatten(x_col)), gradients)
     return [y, d, torch.stack(gradients)]
 
 
@@ -74,8 +74,8 @@ def test_products_are_those_of_every_expert_alone(shape: tuple[int, int], expert
         close(run(products(n, k), n, k, splits, formats, gradients), expected)
 
 
-def close(found: list[Tensor], expected: list[Tensor]) -> None:
-    for actual, exact in zip(found, expected, strict=True):
+def close(results: list[Tensor], expected: list[Tensor]) -> None:
+    for actual, exact in zip(results, expected, strict=True):
         assert actual.shape == exact.shape
         error = (actual.double() - exact.double()).norm()
         assert error <= 5e-3 * exact.double().norm() + 1e-6
@@ -138,12 +138,12 @@ RAGGED = {
 def test_rows_without_padding_give_what_padded_copies_give(splits: tuple[int, ...], backwards: bool) -> None:
     """The operand of fprop or dgrad bit for bit, and wgrad to its rounding. The last calls are replayed."""
     (n, k), rows = (384, 256), group_rows(splits, torch.device("cuda"), backwards=backwards)
-    made, keys = products(n, k), GradientKeys(17, 18, torch.arange(n, device="cuda"), paired=True)
+    loop, keys = products(n, k), GradientKeys(17, 18, torch.arange(n, device="cuda"), paired=True)
     for seed, fmt in itertools.product(range(3), (FP8, FP4)):
         x, g = draws(rows.unpadded, k, seed=seed), draws(rows.unpadded, n, seed=seed + 9)
         wgrads = []
         for alone, spec in ((x, OperandSpec(fmt, BF16)), (g, OperandSpec(fmt, BF16, keys=keys))):
-            sides = made.quantize_unpadded(alone, rows, spec), made.quantize_rows(rows.pad(alone), rows, spec)
+            sides = loop.quantize_unpadded(alone, rows, spec), loop.quantize_rows(rows.pad(alone), rows, spec)
             actual, expected = (row.matrix for row, _ in sides)
             assert torch.equal(actual.values.view(torch.uint8), expected.values.view(torch.uint8))
             assert torch.equal(actual.scale, expected.scale)
@@ -154,7 +154,7 @@ def test_rows_without_padding_give_what_padded_copies_give(splits: tuple[int, ..
             out += of_g.double().t() @ of_x.double()
         for of_g, of_x in ((0, 1), (1, 0)):
             out = start.clone()
-            made.accumulate(wgrads[1][of_g], wgrads[0][of_x], list(out.unbind(0)))
+            loop.accumulate(wgrads[1][of_g], wgrads[0][of_x], list(out.unbind(0)))
             assert (out - exact).norm() <= 1e-5 * exact.norm()
 
 
@@ -163,7 +163,7 @@ def test_rows_without_padding_give_what_padded_copies_give(splits: tuple[int, ..
 def test_wgrads_in_tiles_are_those_of_quantised_rows(splits: tuple[int, ...]) -> None:
     """In one launch, with numbers of rows on the host and on the device; those of very long experts one by one."""
     n, k, device = 384, 256, torch.device("cuda")
-    made, start = products(n, k), draws(len(splits), n, k, seed=3).float()
+    loop, start = products(n, k), draws(len(splits), n, k, seed=3).float()
     for fmt, backwards in itertools.product((FP8, FP4), (False, True)):
         rows = group_rows(splits, device, backwards=backwards)
         x, g = draws(rows.unpadded, k, seed=0), draws(rows.unpadded, n, seed=9)
@@ -173,9 +173,9 @@ def test_wgrads_in_tiles_are_those_of_quantised_rows(splits: tuple[int, ...]) ->
             out += of_g.t() @ of_x
         unread = DeviceRows(torch.tensor(splits, device=device), rows.unpadded, backwards=backwards)
         for each in (rows, unread):
-            of_x, of_g = (made.quantize_unpadded(t, each, OperandSpec(FP8, fmt))[1] for t in (x, g))
+            of_x, of_g = (loop.quantize_unpadded(t, each, OperandSpec(FP8, fmt))[1] for t in (x, g))
             out = start.clone()
-            made.accumulate(of_g, of_x, list(out.unbind(0)))
+            loop.accumulate(of_g, of_x, list(out.unbind(0)))
             assert (out - exact).norm() <= 1e-3 * exact.norm()
 
 

@@ -52,8 +52,8 @@ def step(backend: GemmBackend, shape: tuple[int, int, int], formats: Formats) ->
     return [*result, linear.weight.main_grad]
 
 
-def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
-    for place, (ours, truth) in enumerate(zip(found, expected, strict=True)):
+def assert_alike(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for place, (ours, truth) in enumerate(zip(actual, expected, strict=True)):
         assert decibel(truth.float(), ours) > 60, place
         assert (ours.dtype, ours.stride()) == (truth.dtype, truth.stride()), place
 
@@ -85,11 +85,11 @@ def test_swiglu_is_replayed(replayed: GemmBackend, python: GemmBackend) -> None:
         keys = GradientKeys(2**40 + call, 2**41 + call, cols, paired=True)
         results, probs = [], y.float().abs().sum(1)
         for each in (replayed, python):
-            made = [*each.swiglu(y, None, OperandSpec(FP8, FP4)), *each.swiglu(y, d, OperandSpec(FP8, FP4, keys=keys))]
-            made += each.swiglu(y, None, OperandSpec(FP8, FP8), probs)
+            sides = [*each.swiglu(y, None, OperandSpec(FP8, FP4)), *each.swiglu(y, d, OperandSpec(FP8, FP4, keys=keys))]
+            sides += each.swiglu(y, None, OperandSpec(FP8, FP8), probs)
             *weighted, of_probs = each.swiglu(y, d, OperandSpec(FP8, FP8), probs)
-            made += weighted
-            results.append([*each.swiglu(y, None, None), *each.swiglu(y, d, None), *(o.dequantize() for o in made)])
+            sides += weighted
+            results.append([*each.swiglu(y, None, None), *each.swiglu(y, d, None), *(o.dequantize() for o in sides)])
             results[-1].append(of_probs)
         assert_alike(*results)
     assert replays(replayed)["swiglu"] >= before["swiglu"] + 18

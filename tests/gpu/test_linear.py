@@ -135,19 +135,19 @@ def test_a_delayed_wgrad_is_captured_though_the_weight_has_a_node_of_another_str
     linear = Linear(backend, n, k, (FP8, FP8, FP8), delays=True)
     delayed, main_grad = linear.handle.state.delayed, linear.weight.main_grad
     x, g = operands(m, n, k)
-    older, own = torch.cuda.Stream(), torch.cuda.Stream()
+    older, stream = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(older):
         node = linear.weight.expand_as(linear.weight).grad_fn
-    own.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(own):
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         linear(x).backward(g)
         delayed.popleft()()
     torch.cuda.synchronize()
     expected = main_grad.clone()
     passes, wgrad = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(passes, stream=own):
+    with torch.cuda.graph(passes, stream=stream):
         linear(x).backward(g)
-    with torch.cuda.graph(wgrad, stream=own, pool=passes.pool()):
+    with torch.cuda.graph(wgrad, stream=stream, pool=passes.pool()):
         delayed.popleft()()
     main_grad.zero_()
     for graph in (passes, wgrad):

@@ -48,10 +48,10 @@ def account(folder: Path, code: int) -> str:
     log, trace, run = (folder / "log").read_text(errors="replace"), folder / "rank0.json", folder / "run"
     events = read_events(run) if (run / "events.jsonl").exists() else []
     free = json.loads(trace.read_text())["free"] if trace.exists() else "no trace"
-    kept = [event for event in events if event["event"] in KINDS]
+    rows = [event for event in events if event["event"] in KINDS]
     said = [line for line in log.splitlines() if any(word in line for word in ("snip:", "OutOfMemory", "iteration"))]
     cause = log[max(log.find("Traceback"), 0) :][:4000] if code else ""
-    lines = [f"exit code {code} (124: its time was over); free after each step: {free}", *map(str, kept), *said[-40:]]
+    lines = [f"exit code {code} (124: its time was over); free after each step: {free}", *map(str, rows), *said[-40:]]
     return "\n".join([*lines, cause])
 
 

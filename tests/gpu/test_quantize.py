@@ -23,17 +23,17 @@ def activations(rows: int = 4096, cols: int = 5120) -> torch.Tensor:
     return (x * torch.randn(rows, 1, device="cuda", generator=generator).exp()).to(torch.bfloat16)
 
 
-def assert_same(found: Operand, expected: Operand, drawn: float = 0.0) -> None:
+def assert_same(actual: Operand, expected: Operand, drawn: float = 0.0) -> None:
     """``drawn``: the share of numbers of which a draw may decide otherwise, where a quotient is rounded otherwise."""
-    assert torch.equal(found.scale, expected.scale)
-    differing = int((found.values.view(torch.uint8) != expected.values.view(torch.uint8)).sum())
-    assert differing <= drawn * found.values.numel()
+    assert torch.equal(actual.scale, expected.scale)
+    differing = int((actual.values.view(torch.uint8) != expected.values.view(torch.uint8)).sum())
+    assert differing <= drawn * actual.values.numel()
 
 
 def check(x: torch.Tensor, spec: OperandSpec) -> None:
     actual, expected = quantize_operands(x, spec), operands.quantize_operands(x, spec)
-    for one, other in zip(actual, expected, strict=True):
-        assert_same(one, other, 0.0 if spec.keys is None else 1e-5)
+    for side, reference in zip(actual, expected, strict=True):
+        assert_same(side, reference, 0.0 if spec.keys is None else 1e-5)
 
 
 @pytest.mark.parametrize("keys", [None, GradientKeys(2**63 + 5, 6, paired=True)])
@@ -64,8 +64,8 @@ def test_a_captured_graph_finds_the_amax_of_what_is_there() -> None:
         if source is spoilt:
             assert actual[0].scale.isnan().all()
         else:
-            for one, other in zip(actual, expected, strict=True):
-                assert_same(one, other)
+            for side, reference in zip(actual, expected, strict=True):
+                assert_same(side, reference)
 
 
 @pytest.mark.parametrize("fmt", ["fp4", "fp8", "fp8_tensor", "nvfp4", "mxfp4", "mxfp8"])

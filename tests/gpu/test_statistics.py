@@ -30,8 +30,8 @@ def activations(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
     return x.to(torch.bfloat16)
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-4) -> None:
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=0)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-4) -> None:
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(4096, 5120), (1000, 4098), (333, 777)])

@@ -29,11 +29,11 @@ def tensors(tokens: int, features: int) -> tuple[torch.Tensor, torch.Tensor]:
     return d.bfloat16(), y.bfloat16()
 
 
-def assert_close(found: OperandPair, expected: OperandPair) -> None:
+def assert_close(actual: OperandPair, expected: OperandPair) -> None:
     """A number that is rounded to its other neighbour costs little; what is written elsewhere would cost all."""
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or decibel(one.dequantize(), other.dequantize()) > 60
+    for side, reference in zip(actual, expected, strict=True):
+        assert (side is None) == (reference is None)
+        assert side is None or decibel(side.dequantize(), reference.dequantize()) > 60
 
 
 @pytest.mark.parametrize("shape", SHAPES)

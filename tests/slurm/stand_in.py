@@ -41,7 +41,7 @@ def rank(save: Path) -> int:
             note_exit_code(HOW["fail"])
             return int(HOW["fail"])
         time.sleep(300)
-    signal.signal(signal.SIGTERM, lambda *given: asked.append(given))
+    signal.signal(signal.SIGTERM, lambda *args: asked.append(args))
     meet(save, node)
     print("started", flush=True)
 

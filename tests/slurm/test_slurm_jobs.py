@@ -13,9 +13,9 @@ def test_a_job_that_slurm_preempts_without_a_grace_time_goes_on(cluster: Cluster
     job.wait_for_step(5)
     with job.preempted():
         job.wait_for_requeue()
-    saved, seen = job.saved, len(job.steps)
+    saved, count = job.saved, len(job.steps)
     assert saved > 0
-    job.wait_for_step(saved + 1, after=seen)
+    job.wait_for_step(saved + 1, after=count)
     assert min(job.steps_of_start(1)) == saved + 1
     cluster.run("scancel", job.number)
     assert job.wait_for_end()["JobState"] == "CANCELLED"

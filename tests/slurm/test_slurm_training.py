@@ -25,19 +25,19 @@ def test_a_training_goes_on_after_a_lost_node_and_a_preemption(cluster: Cluster,
     finally:
         cluster.revive(NODES[1])
     assert job.saved == 0
-    seen = len(job.steps)
-    job.wait_for_step(12, after=seen)
-    assert job.steps[seen] == 1
+    lines = len(job.steps)
+    job.wait_for_step(12, after=lines)
+    assert job.steps[lines] == 1
     assert read_events(job.save / "snip")[0]["event"] == "resume"
     with job.preempted():
         job.wait_for_requeue(2)
-    first, seen = job.saved, len(job.steps)
+    first, lines = job.saved, len(job.steps)
     assert first > 10
     assert "the job is queued again (it was preempted)" in job.text
     assert "BrokenPipeError" not in job.text
 
-    job.wait_for_step(first + 2, after=seen)
-    assert job.steps[seen] == first + 1
+    job.wait_for_step(first + 2, after=lines)
+    assert job.steps[lines] == first + 1
     assert job.text.count("snip launch: goes on from the checkpoint in") == 2
     cluster.run("scancel", job.number)
     record = job.wait_for_end()

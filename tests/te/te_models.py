@@ -44,10 +44,10 @@ def seeming_cuda() -> Iterator[None]:
         yield
 
 
-def dense(*, delay_wgrad: bool = False, **given: Any) -> GPTModel:
+def dense(*, delay_wgrad: bool = False, **changes: Any) -> GPTModel:
     """A decoder of Transformer Engine's layers, FP32 unless ``params_dtype`` is given."""
     torch.manual_seed(0)
-    config = TransformerConfig(**(DENSE | given))
+    config = TransformerConfig(**(DENSE | changes))
     config.delay_wgrad_compute = delay_wgrad  # Megatron takes it with experts only
     with seeming_cuda():
         spec = get_gpt_layer_with_transformer_engine_spec(
@@ -68,7 +68,7 @@ def with_torch_norms(model: GPTModel) -> GPTModel:
         for name, norm in list(parent.named_children()):
             if type(norm).__name__ in ("RMSNorm", "LayerNorm") and "transformer_engine" in type(norm).__module__:
                 config = model.config
-                own = WrappedTorchNorm(config, norm.weight.shape[0], config.layernorm_epsilon)
-                own.load_state_dict(norm.state_dict(), strict=False)
-                setattr(parent, name, own)
+                replacement = WrappedTorchNorm(config, norm.weight.shape[0], config.layernorm_epsilon)
+                replacement.load_state_dict(norm.state_dict(), strict=False)
+                setattr(parent, name, replacement)
     return model

@@ -89,15 +89,15 @@ def test_norm_and_linear_are_those_of_torch(normalization: str, zero_centered: b
     actual = [x.grad, *(p.grad for p in linear.parameters() if p is not bias)]
 
     gamma = linear.layer_norm_weight + float(zero_centered)
-    own = x.detach().requires_grad_()
+    leaf = x.detach().requires_grad_()
     normed = (
-        functional.rms_norm(own, (64,), gamma, linear.eps)
+        functional.rms_norm(leaf, (64,), gamma, linear.eps)
         if normalization == "RMSNorm"
-        else functional.layer_norm(own, (64,), gamma, linear.layer_norm_bias, linear.eps)
+        else functional.layer_norm(leaf, (64,), gamma, linear.layer_norm_bias, linear.eps)
     )
     expected = functional.linear(normed, linear.weight)
     torch.testing.assert_close(y, expected)
-    reference = [own, *(p for p in linear.parameters() if p is not bias)]
+    reference = [leaf, *(p for p in linear.parameters() if p is not bias)]
     for mine, theirs in zip(actual, torch.autograd.grad(expected.square().sum(), reference), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
@@ -128,6 +128,6 @@ def test_a_delayed_wgrad_runs_when_it_is_called_for(of_ddp: bool, wgrad: Format)
             for _ in range(2):
                 linear.backward_dw()
         gradients.append([linear.weight.main_grad if of_ddp else linear.weight.grad, *(x.grad for x in xs)])
-    for now, later in zip(*gradients, strict=True):
-        assert torch.equal(now, later)
-        assert not later.requires_grad
+    for immediate, delayed in zip(*gradients, strict=True):
+        assert torch.equal(immediate, delayed)
+        assert not delayed.requires_grad

@@ -32,8 +32,8 @@ CONFIG = SnipConfig(enabled=True, seed=99)
 NAMES = ["mlp.experts.linear_fc1", "mlp.experts.linear_fc2"]
 
 
-def converted(fmt: Format = Format.BF16, **given: Any) -> tuple[GPTModel, LinearRegistry]:
-    chunk = dense(**(EXPERTS | given))
+def converted(fmt: Format = Format.BF16, **changes: Any) -> tuple[GPTModel, LinearRegistry]:
+    chunk = dense(**(EXPERTS | changes))
     registry = convert_model([chunk], CONFIG)
     registry.adopt(PrecisionMap.uniform(registry.names, fmt))
     return chunk, registry
@@ -174,22 +174,22 @@ def test_weights_are_quantised_while_the_host_would_wait_for_numbers_of_rows() -
 
 def test_a_delayed_wgrad_is_told_to_ddp_when_megatron_calls_for_it() -> None:
     chunk, _ = converted(Format.FP8)
-    linear, told = chunk.decoder.layers[0].mlp.experts.linear_fc1, []
+    linear, calls = chunk.decoder.layers[0].mlp.experts.linear_fc1, []
     linear.snip_experts = [replace(handle, delays=True) for handle in linear.snip_experts]
-    linear.register_wgrad_accumulation_and_reduce_hooks(lambda: told.append(True))
+    linear.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append(True))
     y, _ = linear(torch.randn(9, 128, requires_grad=True), [4, 0, 5, 0])
     y.sum().backward()
-    assert not told
+    assert not calls
     linear.backward_dw()
-    assert told == [True]
+    assert calls == [True]
     assert linear.weight0.grad is not None
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_ddp_reduces_gradients_that_autograd_does_not_pass(overlaps: bool) -> None:
     """The real DDP over one rank, two steps of two microbatches: it learns in the first step what to wait for."""
-    by_autograd, told = (steps_under_ddp(overlaps=overlaps, tells=tells) for tells in (False, True))
-    assert all(torch.equal(*pair) for pair in zip(by_autograd, told, strict=True))
+    by_autograd, by_hook = (steps_under_ddp(overlaps=overlaps, tells=tells) for tells in (False, True))
+    assert all(torch.equal(*pair) for pair in zip(by_autograd, by_hook, strict=True))
 
 
 def steps_under_ddp(*, overlaps: bool, tells: bool) -> list[Tensor]:

@@ -55,13 +55,13 @@ def load(folder: Path, precision_map: PrecisionMap, monkeypatch: pytest.MonkeyPa
 
 def gemms(linear: Any, factory: Any) -> dict[Gemm, list[Any]]:
     """The quantizers of both operands of each GEMM, as Transformer Engine asks for them."""
-    made = []
+    quantizers = []
     for mode, count in (("forward", 3), ("backward", 2)):
         roles = te.Linear.get_quantizer_roles(linear, fwd=mode == "forward", num_quantizers=count)
         recipe, device = CustomRecipe(qfactory=factory), torch.device("cpu")
         state = CustomRecipeState(recipe, mode=mode, num_quantizers=count, device=device, roles=roles)
-        made += state.make_quantizers()
-    x, w, _, g, _ = made
+        quantizers += state.make_quantizers()
+    x, w, _, g, _ = quantizers
     read = {Gemm.FPROP: ((w, 0), (x, 0)), Gemm.DGRAD: ((w, 1), (g, 0)), Gemm.WGRAD: ((x, 1), (g, 1))}
 
     def side(quantizer: Any, column: int) -> Any:
