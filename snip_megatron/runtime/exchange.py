@@ -154,12 +154,8 @@ class StepReport:
     ) -> StepFigures | None:
         """Start the collective of this step, and return the figures of the previous step. All ranks must call it.
 
-        Args:
-            step: The 0-based training step.
-            loss: Scalar loss. None on ranks that have none.
-            grad_norm: Gradient norm, equal on all ranks.
-            answered: On rank 0, whether the outcome of the pending update is known.
-            ready: Whether this rank has its kernels.
+        ``loss`` is a scalar, None on ranks that have none. ``grad_norm`` is equal on all ranks. ``answered`` says on
+        rank 0 whether the outcome of the pending update is known, and ``ready`` whether this rank has its kernels.
         """
         arrived = self.drain()
         values = torch.zeros(_SUM, dtype=torch.float64, device=self.device)
@@ -284,17 +280,13 @@ class UpdateBrokenError(SnipError):
 class Transaction:
     """An update, which all ranks finish or all drop.
 
-    Its parts are ``memory``, ``preparation``, ``statistics``, ``weight_divergence``, ``forward_noise``, ``reduction``,
-    ``submission`` and ``rise``. A rank does the work of a part inside :meth:`attempt` or :meth:`together`, which catch
-    its exceptions. Collectives stand between them, and are entered only after a vote.
-
-    Attributes:
-        part: The part in progress.
-        sequences: Sequences of a microbatch that the passes take. 0 before it is known.
+    A rank does the work of a part (:mod:`snip_megatron.runtime.probe` lists them) inside :meth:`attempt` or
+    :meth:`together`, which catch its exceptions. Collectives stand between them, and are entered only after a vote.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.part, self.sequences = "", 0
+        self.part = ""  # in progress
+        self.sequences = 0  # sequences of a microbatch that the passes take. 0 before it is known
         self._failure: Failure | None = None
         self._votes = torch.zeros(2, dtype=torch.int64, device=device)  # allocated before memory may be short
 

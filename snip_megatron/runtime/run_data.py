@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ TIMINGS = "timings.json"
 """The table of times of the run's own GEMMs, where its budget weighs them."""
 STEP_FILES = {"stats": ".npz", "problems": ".json", "maps": ".json", "plans": ".json", "scores": ".json"}
 """Folders of the run directory, and the suffix of the step files in each."""
+MAX_SCORES = 100
+"""Number of updates whose scores are read, the latest ones. In a large model those of one fill 280 KB."""
 _STEP_NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})\Z")
 
 
@@ -133,11 +136,10 @@ def read_plans(run: Path | str, *, skipped: list[str] | None = None) -> dict[int
     return _parsed(Path(run), "plans", PrecisionPlan.from_json, skipped)
 
 
-def read_scores(
-    run: Path | str, *, skipped: list[str] | None = None, last: int | None = None
-) -> dict[int, dict[str, Any]]:
-    """Return the scores files by step, ascending: all, or the ``last`` ones. See :func:`read_maps`."""
-    return _parsed(Path(run), "scores", functools.partial(_object, schema=SCORES_SCHEMA, name="scores"), skipped, last)
+def read_scores(run: Path | str, *, skipped: list[str] | None = None) -> dict[int, dict[str, Any]]:
+    """Return the latest :data:`MAX_SCORES` scores files by step, ascending. See :func:`read_maps`."""
+    parse = functools.partial(_object, schema=SCORES_SCHEMA, name="scores")
+    return _parsed(Path(run), "scores", parse, skipped, MAX_SCORES)
 
 
 @functools.cache  # the model, the warm-up and rank 0 need the same maps, and each file is read over the network
@@ -168,11 +170,10 @@ def _object(text: str | bytes, where: str, schema: str, name: str) -> dict[str, 
 
 
 def _parsed[T](
-    run: Path, folder: str, parse: Callable[..., T], skipped: list[str] | None, last: int | None = None
+    run: Path, folder: str, parse: Callable[..., T], skipped: list[str] | None, most: int = sys.maxsize
 ) -> dict[int, T]:
     parsed: dict[int, T] = {}
-    files = list(step_files(run, folder).items())
-    for step, file in files if last is None else files[-last:]:
+    for step, file in list(step_files(run, folder).items())[-most:]:
         try:
             parsed[step] = parse(strict_json.read_file(file), where=str(file))
         except SnipError as error:
@@ -193,8 +194,6 @@ COSTS = (
     "recapture", "blame",
 )  # fmt: skip
 """Kinds of events whose ``wait_s`` a training without SNIP would not have."""
-MAX_SCORES = 100
-"""Number of updates whose scores are read, the latest ones. In a large model those of one fill 280 KB."""
 _COMMON_FIELDS = ("time", "step", "event", "step_s", "wait_s")
 
 
@@ -205,29 +204,18 @@ def number(value: Any) -> float | None:
 
 @dataclass(frozen=True)
 class Adoption:
-    """The adoption of a map before training step ``step``. A figure is None if it is not known.
+    """The adoption of a map. A figure is None if it is not known."""
 
-    Attributes:
-        fields: Fields of the ``adopt`` event.
-        precision_map: The map. None if its file is lost.
-        scores: The scores from which the map was solved. None if they are older than the last MAX_SCORES updates.
-        status: What the solver said about the map.
-        budget: The budget of time or loss, such as ``speedup=1.3``. None for an fp4 share of FLOPs.
-        speedup: Predicted speedup of the linears on the slowest stage, under a budget of time or loss.
-        loss: Sum of predicted losses, under a budget of time or loss.
-        achieved: The map's fp4 share of FLOPs, in [0, 1].
-    """
-
-    step: int
+    step: int  # the step before which it was
     version: int | None
-    fields: Mapping[str, Any]
-    precision_map: PrecisionMap | None
-    scores: Mapping[str, Any] | None
-    status: str
-    budget: str | None
-    speedup: float | None
-    loss: float | None
-    achieved: float | None
+    fields: Mapping[str, Any]  # of the ``adopt`` event
+    precision_map: PrecisionMap | None  # None if its file is lost
+    scores: Mapping[str, Any] | None  # from which the map was solved. None if they are older than MAX_SCORES updates
+    status: str  # what the solver said about the map
+    budget: str | None  # of time or loss, such as ``speedup=1.3``. None for an fp4 share of FLOPs
+    speedup: float | None  # predicted, of the linears on the slowest stage, under a budget of time or loss
+    loss: float | None  # sum of predicted losses, under such a budget
+    achieved: float | None  # the fp4 share of FLOPs, in [0, 1]
 
     def figure(self, name: str) -> float | None:
         """Return a figure of the ``adopt`` event."""
@@ -236,31 +224,20 @@ class Adoption:
 
 @dataclass(frozen=True)
 class Update:
-    """One update of the map, from its probes to its adoption. A figure is None if it is not known.
+    """One update of the map, from its probes to its adoption. A figure is None if it is not known."""
 
-    Attributes:
-        step: Step of the submission.
-        probes_s: Seconds of the probes.
-        latency_s: Seconds from the submission to the answer.
-        wait_s: Cost of the update in seconds: the sum of ``wait_s`` of its events of the kinds :data:`COSTS`.
-        status: What the solver said, or why there was no answer.
-        achieved: The fp4 share of FLOPs that the solver reached.
-        changed: Number of GEMMs whose format the adoption changed.
-        postponed: How often the adoption was postponed.
-    """
-
-    step: int
+    step: int  # of the submission
     version: int | None
     probes_s: float | None
-    latency_s: float | None
-    wait_s: float | None
-    status: str
-    achieved: float | None
-    speedup: float | None
+    latency_s: float | None  # seconds from the submission to the answer
+    wait_s: float | None  # its cost in seconds: the sum of ``wait_s`` of its events of the kinds :data:`COSTS`
+    status: str  # what the solver said, or why there was no answer
+    achieved: float | None  # the fp4 share of FLOPs that the solver reached
+    speedup: float | None  # as in :class:`Adoption`
     loss: float | None
     adopted_step: int | None
-    changed: float | None
-    postponed: int
+    changed: float | None  # number of GEMMs whose format the adoption changed
+    postponed: int  # how often the adoption was postponed
 
     @property
     def name(self) -> str:
@@ -270,11 +247,7 @@ class Update:
 
 @dataclass(frozen=True)
 class RunData:
-    """The content of a run directory.
-
-    ``plans`` are keyed by the step before which they came into force. ``unreadable`` has one message for each broken
-    step file, and for each file of lines with damaged ones.
-    """
+    """The content of a run directory."""
 
     path: Path
     config: Mapping[str, Any]
@@ -283,8 +256,8 @@ class RunData:
     events: Sequence[Mapping[str, Any]]
     adoptions: Sequence[Adoption]
     updates: Sequence[Update]
-    unreadable: Sequence[str]
-    plans: Mapping[int, PrecisionPlan] = field(default_factory=dict)
+    unreadable: Sequence[str]  # a message for each broken step file, and for each file of lines with damaged ones
+    plans: Mapping[int, PrecisionPlan] = field(default_factory=dict)  # by the step before which they came into force
 
     @property
     def budget(self) -> Budget | None:
@@ -354,9 +327,7 @@ def load_run(path: Path | str) -> RunData:
     path, unreadable = Path(path), list[str]()
     body, events = read_config(path), read_events(path, skipped=unreadable)
     maps = read_maps(path, skipped=unreadable)
-    scores = {
-        version_of(each): each["scores"] for each in read_scores(path, skipped=unreadable, last=MAX_SCORES).values()
-    }
+    scores = {version_of(each): each["scores"] for each in read_scores(path, skipped=unreadable).values()}
     return RunData(
         path=path,
         config=body["config"],
@@ -406,8 +377,8 @@ def _map_of(step: int, version: int | None, maps: Mapping[int, PrecisionMap]) ->
 
     If several files hold it, because the guard restored it, the latest up to ``step`` is returned.
     """
-    candidates = [s for s, m in maps.items() if m.version == version or (version is None and s == step)]
-    best = max(candidates, key=lambda s: (s <= step, s if s <= step else -s), default=None)
+    steps = [s for s, m in maps.items() if m.version == version or (version is None and s == step)]
+    best = max((s for s in steps if s <= step), default=min(steps, default=None))
     return None if best is None else maps[best]
 
 

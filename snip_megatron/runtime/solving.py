@@ -310,9 +310,9 @@ class SidecarClient:
         self._start_process()
         while (job := self._jobs.get()) is not None and not self._closed.is_set():
             version, payload, submitted = job
-            if self._process is not None and self._process.poll() is not None:  # it has ended while it waited
-                self._replace(_reason(self._process.returncode))
-            if self._process is None:
+            process = self._process
+            if process is not None and process.poll() is not None:  # it has ended while it waited
+                self._note_end(_reason(process.returncode))
                 self._start_process()
             result = self._exchange(payload, submitted + self._deadline)
             self._results.put(dataclasses.replace(result, version=version, latency_s=time.monotonic() - submitted))
@@ -322,8 +322,7 @@ class SidecarClient:
                 process.kill()
 
     def _start_process(self) -> None:
-        """Start a process, unless one waits for a job."""
-        if self._closed.is_set() or self._process is not None:
+        if self._closed.is_set():
             return
         command = [sys.executable, "-c", _WORKER, str(os.getpid()), self._solve]
         # SLURM may send the SIGTERM of a preemption to every process of a step. A rank saves a checkpoint then, while
@@ -334,37 +333,37 @@ class SidecarClient:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_worker_environment()
             )
         except OSError as error:  # the host is out of processes or memory
-            self.last_error = str(error)
+            self._process, self.last_error = None, str(error)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _exchange(self, payload: bytes, deadline: float) -> SidecarResult:
         """Give a job to the process, and return its answer or why there is none. The process has ended then."""
         if self._process is None:
+            self._start_process()
+        if self._process is None:
             return SidecarResult(failure="died", message=self.last_error or "there is no solver process")
-        result, failure, why = None, "died", "the solver process sent something that is no answer"
+        failure, why = "died", "the solver process sent something that is no answer"
         with self._process as process:  # reaps it
             try:
                 answer, _ = process.communicate(payload, timeout=max(0.0, deadline - time.monotonic()))
                 if process.returncode:
                     why = _reason(process.returncode)
-                else:
-                    result = pickle.loads(answer)
+                elif isinstance(result := pickle.loads(answer), SidecarResult):
+                    return result
             except subprocess.TimeoutExpired:
                 failure, why = "deadline", f"no answer within {self._deadline:g} s; the solver process was killed"
             except Exception as error:  # unpickling may raise anything
                 why += f" ({type(error).__name__})"
             finally:
                 process.kill()  # SIGKILL also ends a stopped process
-        if isinstance(result, SidecarResult):
-            self._process = None
-            return result
-        self._replace(why)
+                self._process = None
+        self._note_end(why)
         return SidecarResult(failure=failure, message=why)
 
-    def _replace(self, why: str) -> None:
+    def _note_end(self, why: str) -> None:
         """Note why a process ended without an answer. Another one takes its place."""
-        self._process, self.last_error = None, why
+        self.last_error = why
         self.restarts += 1
 
 
