@@ -19,7 +19,7 @@ import numpy as np
 from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.account import STEPS, TOLERANCE, Account, Stretch, duration, is_quantised
+from snip_megatron.runtime.account import STEPS, TOLERANCE, Account, Stretch, duration
 from snip_megatron.runtime.run_data import Adoption, RunData, number
 from snip_megatron.sensitivity.policies import in_nats
 from snip_megatron.sensitivity.times import OptionTimes
@@ -201,7 +201,7 @@ class Prediction:
 def summarise(run: RunData) -> RunSummary:
     """Compute the figures of a run from its records."""
     account = Account()
-    account.read(run.events, run.metrics, {a.step: a.precision_map for a in run.adoptions})
+    account.read(run.events, run.metrics)
     prediction: Prediction | None = None
     with contextlib.suppress(SnipError):  # times of another version are invalid
         prediction = Prediction.load(run)
@@ -282,7 +282,7 @@ def _stretch_prediction(
 def _loss_cost(run: RunData) -> LossCost | None:
     """Return the predicted loss of the map in force. None if there is no such map, or it has no scores."""
     last = run.adoptions[-1] if run.adoptions else None
-    if last is None or last.precision_map is None or not is_quantised(last.precision_map) or not last.scores:
+    if last is None or last.precision_map is None or not last.scores:
         return None
     policy = str(run.config.get("policy"))
     backward = policy == "snip" and in_nats(policy, str(run.config.get("q")))
@@ -402,7 +402,8 @@ def _why_no_map(run: RunData, steps: int) -> str:
     """Return why no quantised map was adopted, with what changes it."""
     config, last = run.config, {str(event["event"]): event for event in run.events}  # the last of each kind
     adopted = run.adoptions[-1] if run.adoptions else None
-    if adopted is not None and adopted.precision_map is not None and is_quantised(adopted.precision_map):
+    precision_map = None if adopted is None else adopted.precision_map
+    if adopted is not None and precision_map is not None and {Format.BF16} != set(precision_map.choices.values()):
         return f"map {adopted.version} was adopted before step {adopted.step}, and no step under it has ended"
     if run.adoptions and "submit" in last:
         return (

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.strict_json import is_finite
-from snip_megatron.runtime.run_data import COSTS
+from snip_megatron.runtime.run_data import COSTS, version_of
 
 SETTLING = 3
 """Steps ignored after a start and after an adoption, because they compile and allocate."""
@@ -37,7 +36,7 @@ class Stretch:
     begin: int
     bf16: deque[float]  # seconds of the last usual steps in bf16 on this machine. Stretches on one machine share it
     version: int | None = None  # version of the map. None before the first map
-    quantised: bool = False  # whether any GEMM of the map is not in bf16
+    formats: Mapping[str, float] = field(default_factory=lambda: {"bf16": 1.0})  # shares of the map. Empty if not known
     end: int = 0
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # seconds of the last usual steps
     settling: list[float] = field(default_factory=list)  # seconds of all steps right after an update or an adoption
@@ -46,6 +45,11 @@ class Stretch:
     timed_s: float = 0.0
     predicted: float | None = None  # the predicted speedup. None if there is none
     predicted_of: str = ""  # what it is the speedup of: the whole ``step`` or the ``linears``
+
+    @property
+    def quantised(self) -> bool:
+        """Whether any GEMM is not in bf16. True if the formats are not known."""
+        return self.formats.keys() != {"bf16"}
 
     @property
     def steps(self) -> int:
@@ -102,27 +106,25 @@ class Account:
         self._mapped: deque[float] = deque(maxlen=LATEST)  # under the map in force
         self._settling, self._changed = SETTLING, False
 
-    def _open(self, step: int, version: int | None = None, quantised: bool = False) -> Stretch:
-        self._now = Stretch(step, self._bf16, version, quantised)
-        self._all.append(self._now)
-        return self._now
+    def _open(self, stretch: Stretch) -> Stretch:
+        self._now = stretch
+        self._all.append(stretch)
+        return stretch
 
-    def adopted(self, step: int, version: int | None, quantised: bool, *, changed: bool = True) -> None:
-        """Begin a stretch: a map is in force from ``step`` on. ``changed`` says whether its formats are new."""
-        if self._now is not None:
-            self._now.end = step
-        if changed:
-            self._mapped.clear()
-        self._open(step, version, quantised)
-        self._settling, self._changed = SETTLING, True
-
-    def event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Take an event of the run directory, with its fields."""
+    def event(self, step: int, kind: str, fields: Mapping[str, Any]) -> None:
+        """Take an event of the run directory, with its fields. Where a map is adopted, a stretch begins."""
         wait = fields.get("wait_s")
         if kind in COSTS and is_finite(wait):
             self._waits[kind] += wait
         self.updates += kind == "submit"
-        if kind in ("submit", "dropped", "recapture", "resume"):
+        if kind == "adopt":
+            if self._now is not None:
+                self._now.end = step
+            if fields.get("changed") != 0:
+                self._mapped.clear()
+            formats = fields.get("formats")
+            self._open(Stretch(step, self._bf16, version_of(fields), formats if isinstance(formats, Mapping) else {}))
+        if kind in ("submit", "adopt", "dropped", "recapture", "resume"):
             self._settling, self._changed = SETTLING, kind != "resume"
         if kind == "resume" and fields.get("changed_fact") is not None:
             self._now, self._bf16 = None, deque(maxlen=WINDOW)  # another machine
@@ -130,7 +132,7 @@ class Account:
 
     def step(self, step: int, seconds: float | None) -> None:
         """Take a training step and its duration in seconds. None if the duration is not known."""
-        stretch = self._now or self._open(step)
+        stretch = self._now or self._open(Stretch(step, self._bf16))
         stretch.end = step + 1
         if seconds is None:
             return
@@ -143,28 +145,17 @@ class Account:
             stretch.usual.append(seconds)
             (self._mapped if stretch.quantised else self._bf16).append(seconds)
 
-    def read(
-        self,
-        events: Iterable[Mapping[str, Any]],
-        metrics: Iterable[Mapping[str, Any]],
-        maps: Mapping[int, PrecisionMap | None],
-    ) -> None:
-        """Take a run directory's events, metrics and adopted maps by step. A lost map counts as quantised."""
+    def read(self, events: Iterable[Mapping[str, Any]], metrics: Iterable[Mapping[str, Any]]) -> None:
+        """Take the events and metrics of a run directory."""
         waiting = deque(events)
         for row in metrics:
             while waiting and waiting[0]["step"] <= row["step"]:
-                self._record(waiting.popleft(), maps)
+                event = waiting.popleft()
+                self.event(event["step"], event["event"], event)
             seconds = row.get("step_s")
             self.step(row["step"], float(seconds) if is_finite(seconds) and seconds > 0 else None)
         for event in waiting:
-            self._record(event, maps)
-
-    def _record(self, event: Mapping[str, Any], maps: Mapping[int, PrecisionMap | None]) -> None:
-        if event["event"] == "adopt":
-            precision_map, version = maps.get(event["step"]), event.get("version")
-            quantised = precision_map is None or is_quantised(precision_map)
-            self.adopted(event["step"], version if type(version) is int else None, quantised)
-        self.event(event["event"], event)
+            self.event(event["step"], event["event"], event)
 
     # -- figures -----------------------------------------------------------------------------------------------
     @property
@@ -219,16 +210,15 @@ class Account:
             figures |= {"speedup": stretch.speedup, "saved_h": saved / 3600.0}
         return figures
 
-    def line(self, formats: Mapping[str, float] | None, *, unjudged: str | None) -> str | None:
+    def line(self, *, unjudged: str | None) -> str | None:
         """Return the line that a run prints beside the host's own. None before the first step.
 
-        ``formats`` are the shares of the map in force. ``unjudged`` is the reason why speeds mean nothing, such as
-        ``emulated``. None if there is none.
+        ``unjudged`` is the reason why speeds mean nothing, such as ``emulated``. None if there is none.
         """
         stretch = self._now
         if stretch is None:
             return None
-        shares = f", {share_text(formats)}" if formats else ""
+        shares = f", {share_text(stretch.formats)}" if stretch.formats else ""
         parts = [f"map {stretch.version}{shares}" if stretch.quantised else "bf16"]
         if stretch.step_s is None:
             return f"snip: {parts[0]} | measuring steps"
@@ -243,10 +233,6 @@ class Account:
 
 def _median(seconds: Sequence[float] | deque[float]) -> float | None:
     return statistics.median(seconds) if len(seconds) >= STEPS else None
-
-
-def is_quantised(precision_map: PrecisionMap) -> bool:
-    return any(fmt is not Format.BF16 for fmt in precision_map.choices.values())
 
 
 def share_text(formats: Mapping[str, float]) -> str:

@@ -15,10 +15,10 @@ import torch
 from snip_megatron.precision import LinearRow, PrecisionMap, fp4_fraction
 from snip_megatron.precision.errors import SnipError, first_line
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.runtime.account import Account, is_quantised
+from snip_megatron.runtime.account import Account
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exchange import StepFigures
-from snip_megatron.runtime.run_data import blame_command, read_events, read_maps, read_metrics, replayed_maps
+from snip_megatron.runtime.run_data import blame_command, read_events, read_metrics, replayed_maps
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.runtime.solving import Candidate, SidecarClient, SidecarResult, SolveJob, SolverInProcess
 from snip_megatron.sensitivity.policies import fixed_map
@@ -59,10 +59,9 @@ class RankZeroCoordinator:
         if self.run is not None:  # a record of an earlier job that cannot be read does not end this one
             path = self.run.path
             with contextlib.suppress(SnipError):
-                self._account.read(read_events(path), read_metrics(path), dict(read_maps(path, skipped=[])))
+                self._account.read(read_events(path), read_metrics(path))
         self._adopted: PrecisionMap | None = None
         self._adopted_at: int | None = None
-        self._formats: Mapping[str, float] | None = None
         self._figures: dict[int, dict[str, Any]] = defaultdict(dict)  # further metrics of steps not recorded yet
         self._news: dict[str, float] | None = None
         # All maps are read now, because a file that is missing later would end the training.
@@ -225,9 +224,7 @@ class RankZeroCoordinator:
     # -- record ------------------------------------------------------------------------------------------------
     def event(self, step: int, kind: str, /, **fields: Any) -> None:
         """Record an event; see :meth:`RunDirectory.event`."""
-        self._account.event(kind, fields)
-        if kind == "adopt":
-            self._formats = fields.get("formats")
+        self._account.event(step, kind, fields)
         if self.run is not None:
             self.run.event(step, kind, **fields)
 
@@ -242,7 +239,7 @@ class RankZeroCoordinator:
     def print_line(self, step: int) -> None:
         """Print the line of the host's log interval, and make its figures ready for :meth:`news`."""
         self._figures[step]["peak_bytes"] = _peak_bytes()
-        line = self._account.line(self._formats, unjudged=self.unjudged)
+        line = self._account.line(unjudged=self.unjudged)
         if line is not None:
             print(line, flush=True)
         self._news = self._account.figures(judged=self.unjudged is None)
@@ -262,9 +259,7 @@ class RankZeroCoordinator:
             self.run.write("plans", step, plan.to_json())
 
     def record_adoption(self, step: int, precision_map: PrecisionMap) -> None:
-        changed = self._adopted is None or self._adopted.choices != precision_map.choices
         self._adopted, self._adopted_at = precision_map, step
-        self._account.adopted(step, precision_map.version, is_quantised(precision_map), changed=changed)
         if self.run is not None:
             self.run.write("maps", step, precision_map.to_json())
 

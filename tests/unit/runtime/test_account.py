@@ -5,20 +5,13 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.account import Account
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.exchange import StepFigures
-from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics
+from snip_megatron.runtime.run_data import read_events, read_metrics
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
-
-NAMES = ["decoder.layers.0.mlp.linear_fc1"]
-
-
-def a_map(fmt: Format, version: int) -> PrecisionMap:
-    return PrecisionMap.uniform(NAMES, fmt, version=version)
 
 
 def steps(account: Account, first: int, *seconds: float | None) -> int:
@@ -30,13 +23,12 @@ def steps(account: Account, first: int, *seconds: float | None) -> int:
 def test_time_saved_is_that_of_usual_steps_less_what_updates_cost() -> None:
     account = Account()
     at = steps(account, 0, 9.0, 9.0, 9.0, *[1.0] * 20)
-    account.event("probe", {"wait_s": 1.5})
-    account.event("submit", {"wait_s": 0.5})
-    account.event("validation", {"wait_s": 100.0})  # bf16 would have it too
-    account.event("guard", {"action": "refused", "wait_s": 0.125})
+    account.event(at, "probe", {"wait_s": 1.5})
+    account.event(at, "submit", {"wait_s": 0.5})
+    account.event(at, "validation", {"wait_s": 100.0})  # bf16 would have it too
+    account.event(at, "guard", {"action": "refused", "wait_s": 0.125})
     at = steps(account, at, 7.0, 7.0, 7.0, *[1.0] * 7)  # what follows an update is no usual step
-    account.adopted(at, 4, quantised=True)
-    account.event("adopt", {"wait_s": 0.25})
+    account.event(at, "adopt", {"version": 4, "wait_s": 0.25})
     assert account.saved_s() is None
     steps(account, at, 5.0, 5.0, 5.0, *[0.75] * 36, 30.0)  # a stall is not the map's doing
     settled = 3 * (7.0 - 1.0) + 3 * (5.0 - 0.75)
@@ -56,9 +48,9 @@ def test_the_latest_steps_in_bf16_are_those_whose_parts_are_timed() -> None:
     at = steps(account, 0, 9.0, 9.0, 9.0, *[3.0] * 7)
     assert (account.latest_bf16_s, account.map_s) == (None, None)
     at = steps(account, at, *[3.0] * 9, *[1.0] * 8)
-    account.event("submit", {})
+    account.event(at, "submit", {})
     at = steps(account, at, 9.0, 9.0, 9.0)
-    account.adopted(at, 1, quantised=True)
+    account.event(at, "adopt", {"version": 1})
     steps(account, at, *[0.5] * 20)
     assert (account.latest_bf16_s, account.bf16_s, account.map_s) == (1.0, 3.0, 0.5)
     assert account.bf16_steps == 24
@@ -66,20 +58,19 @@ def test_the_latest_steps_in_bf16_are_those_whose_parts_are_timed() -> None:
 
 def test_the_line_of_a_run() -> None:
     account = Account()
-    assert account.line(None, unjudged=None) is None
+    assert account.line(unjudged=None) is None
     at = steps(account, 0, *[0.2] * 8)
-    assert account.line(None, unjudged=None) == "snip: bf16 | measuring steps"
+    assert account.line(unjudged=None) == "snip: bf16 | measuring steps"
     at = steps(account, at, *[0.2] * 12)
-    assert account.line(None, unjudged=None) == "snip: bf16 | 200.0 ms a step"
-    account.adopted(at, 3, quantised=True)
-    account.event("adopt", {"wait_s": 1.0})
+    assert account.line(unjudged=None) == "snip: bf16 | 200.0 ms a step"
+    account.event(at, "adopt", {"version": 3, "formats": {"fp4": 0.75, "fp8": 0.249, "bf16": 0.001}, "wait_s": 1.0})
     steps(account, at, *[0.1] * 30)
-    line = account.line({"fp4": 0.75, "fp8": 0.25}, unjudged=None)
+    line = account.line(unjudged=None)
     assert line == "snip: map 3, 75% fp4, 25% fp8 | 100.0 ms a step, 2.00 x bf16 | saved 2.0 s, updates included"
-    line = account.line({"fp8": 0.999, "bf16": 0.001}, unjudged="emulated")
-    assert line == "snip: map 3, 100% fp8 | 100.0 ms a step, emulated"
-    account.event("probe", {"wait_s": 3.0})
-    lost = account.line({"fp4": 0.75, "fp8": 0.25}, unjudged=None)
+    line = account.line(unjudged="emulated")
+    assert line == "snip: map 3, 75% fp4, 25% fp8 | 100.0 ms a step, emulated"
+    account.event(at, "probe", {"wait_s": 3.0})
+    lost = account.line(unjudged=None)
     assert lost.endswith("lost 1.0 s, updates included")
 
 
@@ -100,8 +91,6 @@ def test_records_and_a_running_job_have_the_same_account_and_a_resumed_job_goes_
 ) -> None:
     job = a_job(tmp_path, None)
     train(job, 0, 30, 0.5)
-    precision_map = a_map(Format.FP4, 1)
-    job.record_adoption(30, precision_map)
     job.event(30, "adopt", version=1, formats={"fp4": 1.0}, wait_s=1.0)
     train(job, 30, 60, 0.25)
     job.print_line(59)
@@ -112,11 +101,11 @@ def test_records_and_a_running_job_have_the_same_account_and_a_resumed_job_goes_
     job.close()
 
     replayed = Account()
-    replayed.read(read_events(tmp_path), read_metrics(tmp_path), dict(read_maps(tmp_path)))
+    replayed.read(read_events(tmp_path), read_metrics(tmp_path))
     assert replayed.figures(judged=True) == news
 
     again = a_job(tmp_path, 60)
-    again.record_adoption(60, precision_map)
+    again.event(60, "adopt", version=1, formats={"fp4": 1.0}, changed=0)
     train(again, 60, 90, 0.25)
     again.print_line(89)
     resumed = again.news()
@@ -126,7 +115,7 @@ def test_records_and_a_running_job_have_the_same_account_and_a_resumed_job_goes_
     assert [e["changed_fact"] for e in read_events(tmp_path) if e["event"] == "resume"] == [None]
 
     elsewhere = a_job(tmp_path, 90, device="another")
-    elsewhere.record_adoption(90, precision_map)
+    elsewhere.event(90, "adopt", version=1, formats={"fp4": 1.0}, changed=0)
     train(elsewhere, 90, 120, 0.1)
     elsewhere.print_line(119)
     assert elsewhere.news() == {"step_s": 0.1}

@@ -79,8 +79,10 @@ def test_a_map_is_predicted_by_the_steps_of_the_map_in_force() -> None:
         if expected is not None:
             assert chosen.step_speedup == pytest.approx(expected)
         coordinator.record_adoption(begin + 2, chosen)
+        coordinator.event(begin + 2, "adopt", version=begin, formats={"fp8": 1.0})
         for step in range(begin + 2, begin + 30):
             coordinator.record_step_time(step, 0.04)
             if step == begin + 26:  # a phase that changes nothing
                 coordinator.record_adoption(step, chosen)
+                coordinator.event(step, "adopt", version=begin, formats={"fp8": 1.0}, changed=0)
     coordinator.close()
