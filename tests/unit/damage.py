@@ -79,7 +79,7 @@ def damage_bytes(data: st.DataObject, content: bytes) -> bytes:
 
 def hostile(body: Any) -> Iterator[Any]:
     """Copies of ``body``: at every place in turn a value beyond float64, a long text, a long key, nothing, an other."""
-    others = itertools.cycle(OTHERS)
+    replacements = itertools.cycle(OTHERS)
     for *parents, last in [place for place in places(body) if place]:
         for change in ("number", "text", "key", "nothing", "other"):
             copied = copy.deepcopy(body)
@@ -90,7 +90,7 @@ def hostile(body: Any) -> Iterator[Any]:
             if change == "key" and isinstance(owner, dict):
                 owner[LONG] = value
             elif change in ("number", "text", "other"):
-                value = {"number": 10**400, "text": LONG, "other": next(others)}[change]
+                value = {"number": 10**400, "text": LONG, "other": next(replacements)}[change]
                 owner.insert(last, value) if isinstance(owner, list) else owner.update({last: value})
             yield copied
 

@@ -23,5 +23,5 @@ def handle_of(linear: LinearId | str, n: int = 4, k: int = 4, context: StepConte
     """Of a column parallel linear [n, k] of torch; ``fields`` are others of its handle."""
     name = LinearId.parse(linear) if isinstance(linear, str) else linear
     features, module = (torch.arange(n), torch.arange(k)), torch.nn.Linear(k, n, bias=False)
-    made = LinearHandle(name, "column", n, k, 0, 0, 1, *features, context or StepContext(), module)
-    return replace(made, **fields)
+    handle = LinearHandle(name, "column", n, k, 0, 0, 1, *features, context or StepContext(), module)
+    return replace(handle, **fields)

@@ -66,9 +66,9 @@ def test_a_whole_configuration_is_taken_as_it_is(bridge: Any) -> None:
 
 def test_events_exist(bridge: Any) -> None:
     callbacks = importlib.import_module("megatron.bridge.training.callbacks")
-    own = {name for name in vars(bridge.SnipCallback) if name.startswith("on_")}
-    assert own
-    assert own <= callbacks.VALID_EVENTS
+    events = {name for name in vars(bridge.SnipCallback) if name.startswith("on_")}
+    assert events
+    assert events <= callbacks.VALID_EVENTS
     assert "total_loss_dict" in {field.name for field in dataclasses.fields(callbacks.CallbackContext)}
 
 

@@ -48,8 +48,8 @@ def test_a_bug_must_be_found_on_its_rank() -> None:
 
 def test_a_culprit_may_be_among_three_and_not_first() -> None:
     case = Case("fp4", ROUNDING, Site("a.fc1", "wgrad"), {}, gemms=("wgrad",))
-    others = [{"linear": "a.fc1", "gemm": "fprop"}, {"linear": "a.fc1", "gemm": "wgrad"}]
-    line = judged(case, blame(ROUNDING, *others), {"mse": ["a.fc1"], "underflow": ["a.fc2", "a.fc1"]})
+    culprits = [{"linear": "a.fc1", "gemm": "fprop"}, {"linear": "a.fc1", "gemm": "wgrad"}]
+    line = judged(case, blame(ROUNDING, *culprits), {"mse": ["a.fc1"], "underflow": ["a.fc2", "a.fc1"]})
     assert (line["first"], line["among_three"]) == (False, True)
     assert (line["first_by_mse"], line["first_by_underflow"]) == (True, False)
     wrong = judged(case, blame(BUG, {"linear": "a.fc1", "gemm": "wgrad", "rank": 0}), {})

@@ -105,9 +105,9 @@ def test_the_output_may_be_changed_in_place(context: StepContext) -> None:
     gradients = []
     for change in (lambda y: y * 2, lambda y: y.mul_(2)):
         linear = our_linear(context, (FP8, FP8, FP8), 96, 64, row=True, dtype=torch.float32)
-        own = x.detach().requires_grad_()
-        change(linear._forward_impl(input=own, weight=linear.weight)).backward(g)
-        gradients.append((own.grad, linear.weight.grad))
+        leaf = x.detach().requires_grad_()
+        change(linear._forward_impl(input=leaf, weight=linear.weight)).backward(g)
+        gradients.append((leaf.grad, linear.weight.grad))
     for expected, actual in zip(*gradients, strict=True):
         assert torch.equal(expected, actual)
 
@@ -223,8 +223,8 @@ def test_saved_tensors_may_come_back_in_rows(context: StepContext, formats: Form
             y, _ = linear(x)
         y.backward(torch.randn(y.shape).bfloat16())
         gradients.append((x.grad, linear.weight.main_grad.clone()))
-    for kept, moved in zip(*gradients, strict=True):
-        assert torch.equal(kept, moved)
+    for direct, moved in zip(*gradients, strict=True):
+        assert torch.equal(direct, moved)
 
 
 def test_draws_depend_on_seed_step_microbatch_rank_and_gemm() -> None:
@@ -247,9 +247,9 @@ def test_draws_depend_on_seed_step_microbatch_rank_and_gemm() -> None:
         gradients(dp_size=2, dp_rank=1),
         gradients(dp_size=2, backwards=1),  # global microbatch 2
     ]
-    for one, other in itertools.combinations(variants, 2):
-        assert not torch.equal(one[0], other[0])
-        assert not torch.equal(one[1], other[1])
+    for first, second in itertools.combinations(variants, 2):
+        assert not torch.equal(first[0], second[0])
+        assert not torch.equal(first[1], second[1])
     # Microbatch 1 of one rank is microbatch 0 of the second of two ranks: layouts draw alike.
     for one_rank_s, two_ranks in zip(gradients(backwards=1), gradients(dp_size=2, dp_rank=1), strict=True):
         assert torch.equal(one_rank_s, two_ranks)
@@ -293,9 +293,9 @@ def test_a_probe_runs_in_bf16_and_shows_its_recorder_the_operands(context: StepC
     assert decibel(exact_y, y) > 120
     assert decibel(exact_d, x.grad) > 120
     assert decibel(exact_gw, main_grad) > 120
-    (seen,) = recorder.calls
+    (recorded,) = recorder.calls
     x, g, d = (tensor.flatten(0, 1) for tensor in (x, g, exact_d))
-    for shown, expected in zip(seen, (x, linear.weight, g, d, d), strict=True):
+    for shown, expected in zip(recorded, (x, linear.weight, g, d, d), strict=True):
         assert shown.shape == expected.shape
         assert decibel(expected.detach(), shown) > 120
 

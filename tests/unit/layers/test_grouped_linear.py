@@ -266,8 +266,8 @@ def test_what_a_graph_holds_gives_the_bits_of_the_path_that_counts_on_the_host(
                 records.append(weight.main_grad.clone())  # type: ignore[operator]
                 weight.data -= (0.01 * weight.main_grad).bfloat16()  # type: ignore[operator]
         results.append(records)
-    for known, result in zip(*results, strict=True):
-        assert torch.equal(known, result)
+    for expected, result in zip(*results, strict=True):
+        assert torch.equal(expected, result)
     assert not torch.equal(results[0][0], results[0][len(results[0]) // 2])
 
 
@@ -288,8 +288,8 @@ def test_saved_tensors_may_come_back_in_rows() -> None:
             y = experts(x, splits)
         y.backward(torch.ones_like(y))
         gradients.append([weight.main_grad for weight in experts.parameters()])
-    for kept, moved in zip(*gradients, strict=True):
-        assert torch.equal(kept, moved)  # type: ignore[arg-type]
+    for direct, moved in zip(*gradients, strict=True):
+        assert torch.equal(direct, moved)  # type: ignore[arg-type]
 
 
 def test_experts_in_bf16_run_grouped_gemms_under_a_map_that_quantises() -> None:
@@ -340,7 +340,7 @@ def test_gradients_that_only_tell_ddp_so_share_one_piece_of_memory() -> None:
     experts, calls = Experts(4, (FP8, FP8, FP8)), []
     for weight in experts.parameters():
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        weight.register_post_accumulate_grad_hook(lambda given: calls.append(given.grad))
+        weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad))
     x, g = operands(UNEVEN)
     experts(x, UNEVEN).backward(g)
     assert len({gradient.untyped_storage().data_ptr() for gradient in calls}) == 1

@@ -31,14 +31,14 @@ def test_one_decision_for_all_experts_and_a_number_for_each() -> None:
     context = StepContext(dp_size=4, dp_rank=3, expert_dp_size=2, expert_dp_rank=1)
     registry = LinearRegistry([LinearRow(str(linear), 0, 4, 4, experts=4, active=2)], context)
     for number in (3, 2):
-        one = replace(handle_of(linear, context=registry.context), expert=number)
-        registry.add(one)
+        handle = replace(handle_of(linear, context=registry.context), expert=number)
+        registry.add(handle)
     registry.adopt(PrecisionMap(choices={str(linear): Format.FP4}))
     assert [h.expert for h in registry] == [2, 3]
     assert all(h.formats == (Format.FP4,) * 3 for h in registry)
     dense = handle_of(LinearId("decoder", 1, "mlp.linear_fc1"), context=registry.context)
     assert len({h.index for h in [*registry, dense]}) == 3
-    assert [h.global_microbatch(5) for h in (one, dense)] == [5 * 2 + 1, 5 * 4 + 3]
+    assert [h.global_microbatch(5) for h in (handle, dense)] == [5 * 2 + 1, 5 * 4 + 3]
 
 
 def test_adopt_sets_all_three_formats_of_every_local_linear() -> None:

@@ -112,7 +112,7 @@ HOPPER = hopper()
 
 def train(linear: Any, registry: LinearRegistry, steps: int = 3, microbatches: int = 3) -> list[torch.Tensor]:
     """Everything that the linear gives, and its weight after each step of plain SGD."""
-    seen = []
+    tensors = []
     for step in range(steps):
         registry.start_step(step)
         linear.weight.main_grad.zero_()
@@ -121,12 +121,12 @@ def train(linear: Any, registry: LinearRegistry, steps: int = 3, microbatches: i
                 registry.device.weights_are_current(0)
             x, _, y = passed(linear, 32, 2, seed=microbatch)
             assert x.grad is not None
-            seen += [y.detach(), x.grad]
+            tensors += [y.detach(), x.grad]
         with torch.no_grad():
             linear.weight.data -= (100.0 * linear.weight.main_grad).to(torch.bfloat16)
         registry.end_step()
-        seen += [linear.weight.main_grad.clone(), linear.weight.detach().clone()]
-    return seen
+        tensors += [linear.weight.main_grad.clone(), linear.weight.detach().clone()]
+    return tensors
 
 
 @pytest.mark.parametrize("kind", ["reference", "hopper", "emulated"])

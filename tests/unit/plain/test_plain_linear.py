@@ -53,10 +53,10 @@ def test_copies_are_plain_linears(linear: Any, autocast: bool) -> None:
     file = io.BytesIO()
     torch.save(linear, file)
     file.seek(0)
-    for made in (copy.deepcopy(linear), torch.load(file, weights_only=False)):
-        assert type(made) is nn.Linear
-        assert not hasattr(made, "snip")
-        assert torch.equal(made(x), nn.functional.linear(x, linear.weight))
+    for duplicate in (copy.deepcopy(linear), torch.load(file, weights_only=False)):
+        assert type(duplicate) is nn.Linear
+        assert not hasattr(duplicate, "snip")
+        assert torch.equal(duplicate(x), nn.functional.linear(x, linear.weight))
     state = torch.get_rng_state()
     averaged = torch.optim.swa_utils.AveragedModel(nn.Sequential(linear))
     assert torch.equal(torch.get_rng_state(), state)

@@ -151,14 +151,14 @@ def test_the_table_holds_the_norms_that_autograd_gives() -> None:
     """X, W, G, ∇W and the residual stream of every linear, by hooks of torch alone."""
     training = Training(first_update=4, update_interval=100, estimator="noise")
     training.run(range(4))
-    model, seen, stream = training.model, {}, []
+    model, norms, stream = training.model, {}, []
     linears = [m for block in model.blocks for m in (block.qkv, block.proj, block.up, block.down)]
     hooks = []
     for i, module in enumerate(linears):
 
         def note(m: nn.Module, args: Any, output: torch.Tensor, i: int = i) -> None:
-            seen["x", i] = float(args[0].double().square().sum())
-            output.register_hook(lambda g: seen.__setitem__(("g", i), float(g.double().square().sum())))
+            norms["x", i] = float(args[0].double().square().sum())
+            output.register_hook(lambda g: norms.__setitem__(("g", i), float(g.double().square().sum())))
 
         hooks.append(module.register_forward_hook(note))
     hooks += [b.register_forward_pre_hook(lambda m, a: stream.append(float(a[0].square().sum()))) for b in model.blocks]
@@ -173,8 +173,8 @@ def test_the_table_holds_the_norms_that_autograd_gives() -> None:
     assert [row.id.path for row in table.linears] == ["qkv", "proj", "up", "down"] * 3
     assert [row.role for row in table.linears] == ["reads", "writes"] * 6
     assert [row.sub_block for row in table.linears] == [b for b in range(6) for _ in range(2)]
-    np.testing.assert_allclose(table.linear["x2"], [seen["x", i] for i in range(count)], rtol=1e-4)
-    np.testing.assert_allclose(table.linear["g2"], [seen["g", i] for i in range(count)], rtol=1e-4)
+    np.testing.assert_allclose(table.linear["x2"], [norms["x", i] for i in range(count)], rtol=1e-4)
+    np.testing.assert_allclose(table.linear["g2"], [norms["g", i] for i in range(count)], rtol=1e-4)
     np.testing.assert_allclose(table.linear["gw2"], gradients, rtol=1e-4)
     np.testing.assert_allclose(
         table.linear["w2"], [float(m.weight.double().square().sum()) for m in linears], rtol=1e-4

@@ -106,10 +106,10 @@ def test_statistics_are_scored_by_the_policy_and_the_estimator(tmp_path: Path) -
         problem = build_problem(request("fp4=0.5", **fields), model, path)
         return [choice.loss for item in problem.items for choice in item.choices]
 
-    own, _ = score_problem(
+    scored, _ = score_problem(
         StatisticsTable.load(path), SolveRequest(policy="snip", budget=Budget("fp4", 0.5), estimator="noise")
     )
-    assert losses(policy="snip", estimator="noise") == [choice.loss for item in own.items for choice in item.choices]
+    assert losses(policy="snip", estimator="noise") == [choice.loss for item in scored.items for choice in item.choices]
     assert losses(policy="snip", estimator="fisher") != losses(policy="snip", estimator="noise")
     assert losses(policy="snip") == losses(policy="snip", estimator="fisher")  # the default
     with pytest.raises(SnipError, match=r"^--policy bf16 fixes the map"):

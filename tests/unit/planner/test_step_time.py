@@ -23,13 +23,13 @@ def test_linears_are_the_models_flops() -> None:
 
 
 def test_the_bubble_and_the_slowest_stage() -> None:
-    for vpp, ends in ((1, 3), (2, 3 / 2)):
+    for vpp, ramp in ((1, 3), (2, 3 / 2)):
         chosen = layout(with_blocks(SMALL, 16), pp=4, vpp=vpp, global_batch_size=12)
         step = step_model(chosen).step(lambda row: ALL_BF16)
         work = max(stage["total"] for stage in step.stages)
-        assert step.total == pytest.approx(work * (1 + ends / 12) + step.optimizer)
-        ends = [stage["ends"] for stage in step.stages]
-        assert ends[-1] > ends[0] > ends[1] == 0
+        assert step.total == pytest.approx(work * (1 + ramp / 12) + step.optimizer)
+        seconds = [stage["ends"] for stage in step.stages]
+        assert seconds[-1] > seconds[0] > seconds[1] == 0
         assert step.balance == pytest.approx(sum(stage["total"] for stage in step.stages) / 4 / work)
 
 
@@ -49,8 +49,8 @@ LINKS = Links(node_size=8, within=1e11, between=1e10)
 
 def test_tensor_parallel_communication() -> None:
     """Two gathers of X, two sums of Y and two gathers of G, each of 3/4 of 8,192 tokens' hidden features."""
-    one = 3 / 4 * 8192 * 4096 / 1e11
+    exchange = 3 / 4 * 8192 * 4096 / 1e11
     chosen = layout("8b", tp=4, sequence_parallel=True)
     step = StepModel(chosen, FlopsModel(), LINKS).step(lambda row: FP4)
     passes = chosen.microbatches * len(chosen.stages[0])
-    assert step.stages[0]["tensor_parallel"] == pytest.approx(passes * 12 * one)
+    assert step.stages[0]["tensor_parallel"] == pytest.approx(passes * 12 * exchange)

@@ -64,12 +64,12 @@ def test_what_remains_of_a_schedule_covers_the_rest_of_the_run_once(
 ) -> None:
     origin, last = span
     step = max(origin, step)
-    rest = over.remaining(origin, last, step)
-    assert sum(steps for _, _, steps in rest) == max(0, last - step)
-    assert [first for _, first, _ in rest] == [step + sum(n for _, _, n in rest[:k]) for k in range(len(rest))]
+    spans = over.remaining(origin, last, step)
+    assert sum(steps for _, _, steps in spans) == max(0, last - step)
+    assert [first for _, first, _ in spans] == [step + sum(n for _, _, n in spans[:k]) for k in range(len(spans))]
     begins = over.first_steps(origin, last)
-    assert all(first >= begins[index] for index, first, _ in rest)
-    assert [index for index, _, _ in rest] == sorted({index for index, _, _ in rest})
+    assert all(first >= begins[index] for index, first, _ in spans)
+    assert [index for index, _, _ in spans] == sorted({index for index, _, _ in spans})
 
 
 def test_the_map_in_force_is_that_of_the_phase() -> None:
@@ -95,10 +95,10 @@ def test_moving_a_plan_gives_the_phases_that_the_schedule_has_there(
     over: Schedule, span: tuple[int, int], length: int, since: int
 ) -> None:
     origin, last = span
-    rest = over.remaining(origin, last, origin)
-    assume(len(rest) == len(over.phases) and since < length)
+    spans = over.remaining(origin, last, origin)
+    assume(len(spans) == len(over.phases) and since < length)
     new, step = origin + length, origin + since
-    before = PrecisionPlan(tuple(PlanPhase(first, FP4) for _, first, _ in rest), last)
+    before = PrecisionPlan(tuple(PlanPhase(first, FP4) for _, first, _ in spans), last)
     moved = before.moved(origin, new, step)
     assert moved.last == new
     expected = over.first_steps(origin, new)

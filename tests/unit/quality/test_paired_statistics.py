@@ -74,9 +74,9 @@ def test_differences_are_paired_by_seed_and_adjusted_together() -> None:
     assert result["random"].mean == pytest.approx(0.3)
     assert result["random"].verdict == "better"
     assert result["fisher"].verdict == "no difference shown"
-    known = {str(i): entry | FACTS for i, entry in enumerate(entries)}
+    records = {str(i): entry | FACTS for i, entry in enumerate(entries)}
     experiment = {"name": "e", "model": "nano", "planned": [plan]}
-    page = markdown(Results(Path("e.json"), experiment, {"tokens": 1, "sha256": "0"}, {}, known))
+    page = markdown(Results(Path("e.json"), experiment, {"tokens": 1, "sha256": "0"}, {}, records))
     assert re.search(r"snip − random \| \+0\.300 .* better \|", page)
     raw = [d.p for d in result.values() if d.p is not None]
     assert [d.adjusted for d in result.values()] == pytest.approx(holm(raw))

@@ -11,7 +11,7 @@ from snip_megatron.reporting.report import render
 from snip_megatron.runtime.run_data import load_run
 
 
-def found(path: Path) -> dict[str, tuple[str, bool | None]]:
+def verdicts(path: Path) -> dict[str, tuple[str, bool | None]]:
     return {check.name: (check.text, check.healthy) for check in checks(load_run(path))}
 
 
@@ -21,7 +21,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_healthy_run(path: Path) -> None:
-    assert found(path) == {
+    assert verdicts(path) == {
         "Loss": ("never NaN or Inf; no spike", True),
         "Guard": ("no alarm", True),
         "Updates": ("5 of 5 adopted", True),
@@ -37,7 +37,7 @@ def test_spikes_and_broken_losses(path: Path) -> None:
 
     synthetic_run.rewrite(path, "metrics.jsonl", spike)
     assert loss_spikes(load_run(path)) == [80]
-    assert found(path)["Loss"] == ("NaN or Inf: 1, the last at step 110; spikes: 1, the last at step 80", False)
+    assert verdicts(path)["Loss"] == ("NaN or Inf: 1, the last at step 110; spikes: 1, the last at step 80", False)
     assert 'class="look"' in render(load_run(path))
 
 
@@ -46,7 +46,7 @@ def test_faults_of_updates_the_guard_and_records(path: Path) -> None:
     synthetic_run.add_event(path, 97, "dropped", reason="not finite: g2")
     synthetic_run.add_event(path, 98, "records_lost", kinds={"metrics.jsonl": 12})
     (path / "maps" / "step_15.json").write_text("{")
-    health = found(path)
+    health = verdicts(path)
     assert health["Guard"] == ("1 taken back, the last before step 96", False)
     assert health["Updates"] == ("5 of 6 adopted, 1 dropped; the last reason: not finite: g2", False)
     assert health["Records"] == ("12 of metrics.jsonl lost, files unreadable or damaged: 1", False)
@@ -63,7 +63,7 @@ def test_a_measured_rise_stands_beside_its_prediction_and_its_bound(tmp_path: Pa
 
     synthetic_run.rewrite(path, "events.jsonl", measure)
     text = f"map 5 raised it by {rise:.2g} ± 0.0004 nats as measured, predicted 0.0009, bound 0.002"
-    assert found(path)["Rise of the loss"] == (text, within)
+    assert verdicts(path)["Rise of the loss"] == (text, within)
     page = render(load_run(path))
     assert "<th>measured rise, nats</th>" in page
     assert f"<td>{rise:.2g} ± 0.0004</td>" in page
@@ -88,6 +88,6 @@ def test_rises_many_times_their_predictions_are_named(
             row.update(measured_rise=tried[row["version"]], measured_error=0.0001, predicted_rise=0.0001)
 
     synthetic_run.rewrite(path, "events.jsonl", measure)
-    text, found_healthy = found(path)["Rise of the loss"]
+    text, found_healthy = verdicts(path)["Rise of the loss"]
     assert text.endswith(last)
     assert found_healthy is healthy

@@ -36,8 +36,8 @@ LATE = PrecisionMap(choices={**FP4.choices, **PRECISE}, loss=0.125)
 def plan_of(
     *phases: tuple[int, PrecisionMap], last: int = 120, version: int = 1, achieved: float = 0.76
 ) -> PrecisionPlan:
-    made = tuple(PlanPhase(*phase) for phase in phases)
-    return PrecisionPlan(made, last, version, "optimal", target=0.75, achieved=achieved)
+    parts = tuple(PlanPhase(*phase) for phase in phases)
+    return PrecisionPlan(parts, last, version, "optimal", target=0.75, achieved=achieved)
 
 
 @pytest.fixture

@@ -71,8 +71,8 @@ def test_nothing_is_loaded(page):
         assert tag not in ("link", "img", "iframe", "object", "embed", "base"), tag
         for name in URL_ATTRIBUTES & attributes.keys():
             assert attributes[name].startswith("#"), (tag, name, attributes[name])
-    rest = (Path(__file__).parents[3] / "snip_megatron/reporting/templates").iterdir()
-    for template in rest:
+    templates = (Path(__file__).parents[3] / "snip_megatron/reporting/templates").iterdir()
+    for template in templates:
         text = template.read_text()
         assert "http:" not in text
         assert "https:" not in text

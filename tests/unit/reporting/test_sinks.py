@@ -47,11 +47,11 @@ def test_a_job_with_nvdlfw_inspect_has_the_linears_in_its_own_logs(tmp_path):
     """The names are those of Transformer Engine's statistics: layer, tensor or metric, with underscores between."""
     logging = pytest.importorskip("nvdlfw_inspect.logging")
     assert not Sinks()._writes  # imported, and not started
-    seen = {}
+    scalars = {}
 
     class Logger(logging.BaseLogger):
         def log_scalar(self, name, value, iteration, **_):
-            seen[name, iteration] = value
+            scalars[name, iteration] = value
 
     logging.MetricLogger.add_logger(Logger())
     try:
@@ -61,5 +61,5 @@ def test_a_job_with_nvdlfw_inspect_has_the_linears_in_its_own_logs(tmp_path):
     finally:
         logging.MetricLogger.enabled_loggers.clear()
     names = [f"{row.name}_snip_delta_{kind}" for kind in ("loss", "weight") for row in table.linears]
-    assert list(seen) == [(name, 7) for name in names]
-    assert all(value > 0 for value in seen.values())
+    assert list(scalars) == [(name, 7) for name in names]
+    assert all(value > 0 for value in scalars.values())

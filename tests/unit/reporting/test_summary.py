@@ -75,7 +75,7 @@ def test_with_phases_the_rise_now_and_the_rise_that_the_budget_bounds_are_told_a
     run = load_run(tmp_path / "run")
     last = run.adoptions[-1]
     assert last.precision_map is not None
-    maps = (dataclasses.replace(last.precision_map, objective=left) for left in (0.0004, 0.0015))
+    maps = (dataclasses.replace(last.precision_map, objective=nats) for nats in (0.0004, 0.0015))
     phases = tuple(map(PlanPhase, (last.step, 900), maps))
     plan = PrecisionPlan(phases, 1000, last.version or 0, objective=7.7)  # seconds: what loss= minimises
     text = "\n".join(lines(summarise(dataclasses.replace(run, plans={last.step: plan}))))

@@ -98,11 +98,11 @@ def test_dgrad_s_error_is_diluted_by_what_flows_back_beside_it() -> None:
         norms = np.array([1.0] * 4 + d2[kind])
         n = np.array([192.0, 64.0, 256.0, 64.0] * 2)
         table = quiet_table(dg_row2=(0.25 * norms * n)[:, None], dw2=0.0, branch_r2=0.01, d2=norms)
-        own = [
+        second_layer = [
             replace(row, name=f"decoder.layers.1.{module}.{path}", sub_block=3, role=list(Role)[role])
             for row, (path, role) in zip(table.linears[4:], paths.items(), strict=True)
         ]
-        reach = dgrad_propagation(replace(table, linears=(*table.linears[:4], *own)), "fp4")[0]
+        reach = dgrad_propagation(replace(table, linears=(*table.linears[:4], *second_layer)), "fp4")[0]
         outside, inside = expected[kind]
         np.testing.assert_allclose(reach[4:, :4], np.repeat(np.array(outside)[:, None], 4, 1))
         assert {(4 + i, 4 + j) for i, j in zip(*np.nonzero(reach[4:, 4:]), strict=True)} == inside
@@ -148,8 +148,8 @@ def test_scaling_the_loss_changes_nothing(c: float, seed: int) -> None:
     """AdamW forgets the scale of its gradients, and all errors are relative."""
     table = make_table(seed=seed)
     scaled = scaled_loss(table, c)
-    one, other = (weight_divergence(t, ("fp8", "fp4")) for t in (scaled, table))
-    np.testing.assert_allclose(one, other, rtol=1e-9)
+    actual, expected = (weight_divergence(t, ("fp8", "fp4")) for t in (scaled, table))
+    np.testing.assert_allclose(actual, expected, rtol=1e-9)
 
 
 def test_sums_over_experts() -> None:

@@ -72,10 +72,10 @@ def test_backward_first_puts_every_dgrad_and_wgrad_before_any_fprop() -> None:
 
 def test_rules_protect_ends_the_last_blocks_and_kinds() -> None:
     table = make_table(layers=22)
-    ends = per_flop(table, scores_of(table, policy="layer-id")).reshape(22, -1)
-    assert np.ptp(ends, axis=1).max() < 1e-12
-    np.testing.assert_allclose(ends[::-1, 0], ends[:, 0])
-    assert (np.diff(ends[:11, 0]) < 0).all()
+    per_layer = per_flop(table, scores_of(table, policy="layer-id")).reshape(22, -1)
+    assert np.ptp(per_layer, axis=1).max() < 1e-12
+    np.testing.assert_allclose(per_layer[::-1, 0], per_layer[:, 0])
+    assert (np.diff(per_layer[:11, 0]) < 0).all()
     tail = per_flop(table, scores_of(table, policy="tail")).reshape(22, -1).min(axis=1)
     assert np.flatnonzero(tail).tolist() == [19, 20, 21]
     qkv, proj, fc1, fc2 = per_flop(table, scores_of(table, policy="layer-type"))[:4, 0]
@@ -120,7 +120,7 @@ DENSE = dense_names(20)
 HARDWARE = [("mxfp8", "nvfp4"), ("mxfp8", "mxfp4"), ("bf16", "mxfp8", "nvfp4", "nvfp4_46", "nvfp4_hadamard")]
 
 
-def made(policy: str, *formats: str, names: list[str] = DENSE) -> PrecisionMap:
+def map_of(policy: str, *formats: str, names: list[str] = DENSE) -> PrecisionMap:
     result = fixed_map(policy, names, formats=formats)
     assert result is not None
     return result
@@ -130,7 +130,7 @@ def made(policy: str, *formats: str, names: list[str] = DENSE) -> PrecisionMap:
 @pytest.mark.parametrize("policy", FIXED)
 def test_a_map_covers_every_gemm_with_formats_that_may_run_there(policy: str, formats: tuple[str, ...]) -> None:
     assert policy in POLICIES
-    result = made(policy, *formats)
+    result = map_of(policy, *formats)
     used = {(g, result.format_of(n, g)) for n in DENSE for g in Gemm}
     assert not [misplaced(fmt, g) for g, fmt in used if misplaced(fmt, g)]
     assert {fmt for _, fmt in used} == formats_of(policy, formats)
@@ -151,11 +151,11 @@ def test_uniform_maps_take_the_candidate_of_their_size(formats: tuple[str, ...],
 
 @pytest.mark.parametrize(("formats", "low"), [((), "nvfp4"), (HARDWARE[0], "nvfp4"), (HARDWARE[1], "mxfp4")])
 def test_nvidias_recipe(formats: tuple[str, ...], low: str) -> None:
-    result = made("nvidia", *formats)
+    result = map_of("nvidia", *formats)
     for name in DENSE:
-        own = [result.format_of(name, g).value for g in Gemm]
-        assert own == (["bf16"] * 3 if LinearId.parse(name).layer >= 17 else [low, low, f"{low}_hadamard"])
-    small = made("nvidia", names=dense_names(2))
+        by_gemm = [result.format_of(name, g).value for g in Gemm]
+        assert by_gemm == (["bf16"] * 3 if LinearId.parse(name).layer >= 17 else [low, low, f"{low}_hadamard"])
+    small = map_of("nvidia", names=dense_names(2))
     assert [small.format_of(n, Gemm.FPROP).value for n in dense_names(2)] == ["nvfp4"] * 4 + ["bf16"] * 4
 
 
@@ -214,8 +214,8 @@ def test_what_is_left_of_a_plan_is_the_plan_again(policy: str, target: float, st
     step = data.draw(st.integers(0, steps - 1))
     shares = {phase.begin: fp4_fraction(phase.precision_map, FLOPS) for phase in whole.phases}
     spent = sum(shares[whole.phases[whole.index_at(s)].begin] for s in range(step))
-    rest = late_plan(request, FLOPS, 0, steps, step=step, spent=spent)
-    assert rest.at(step).choices == whole.at(step).choices
-    assert [phase.begin for phase in rest.phases if phase.begin > step] == [
+    remainder = late_plan(request, FLOPS, 0, steps, step=step, spent=spent)
+    assert remainder.at(step).choices == whole.at(step).choices
+    assert [phase.begin for phase in remainder.phases if phase.begin > step] == [
         phase.begin for phase in whole.phases if phase.begin > step
     ]

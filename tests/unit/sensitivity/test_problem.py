@@ -106,9 +106,9 @@ def test_experts_cost_what_a_token_goes_through() -> None:
     table = make_table(layers=2)
     dense, _ = build_problem(table, SolveRequest())
     mixed, _ = build_problem(with_experts(table, experts=8, active=2), SolveRequest())
-    for one, other in zip(dense.items, mixed.items, strict=True):
-        assert other.cost == one.cost * (2 if ".experts." in other.id else 1)
-        assert other.choices[1].saving == other.cost
+    for dense_item, mixed_item in zip(dense.items, mixed.items, strict=True):
+        assert mixed_item.cost == dense_item.cost * (2 if ".experts." in mixed_item.id else 1)
+        assert mixed_item.choices[1].saving == mixed_item.cost
     assert sum(".experts." in item.id for item in mixed.items) == 6
 
 
@@ -143,11 +143,11 @@ def test_the_reachable_share_is_reached_by_all_four_bits(
     layers: int, pinned: int, extra: float, granularity: str
 ) -> None:
     table = make_table(layers=layers)
-    own = sum(6.0 * table.tokens_per_step * r.n * r.k for r in table.linears)
+    flops = sum(6.0 * table.tokens_per_step * r.n * r.k for r in table.linears)
     pins = (("decoder.layers.0.mlp.*", "bf16"),) if pinned else ()
     request = SolveRequest(
         pins=pins,
-        unquantised_stage_flops={0: extra * own},
+        unquantised_stage_flops={0: extra * flops},
         granularity=granularity,
         stage_tolerance=None,
         policy="random",
@@ -182,7 +182,7 @@ def table_of(formats: tuple[str, ...] = FORMATS, **relative: float) -> Statistic
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p not in UNSOLVED])
 def test_an_option_may_take_the_formats_of_its_gemm(policy: str) -> None:
     problem, scores = build_problem(table_of(), SolveRequest(formats=FORMATS, policy=policy))
-    own = {
+    expected = {
         Gemm.FPROP: ["mxfp8", "nvfp4_46", "nvfp4"],
         Gemm.DGRAD: ["mxfp8", "nvfp4"],
         Gemm.WGRAD: ["mxfp8", "nvfp4_hadamard", "nvfp4"],
@@ -190,9 +190,9 @@ def test_an_option_may_take_the_formats_of_its_gemm(policy: str) -> None:
     for item in problem.items:
         gemm = split_option_id(item.id)[1]
         assert gemm is not None
-        assert [c.format.value for c in item.choices] == own[gemm]
-        assert list(scores[item.id]) == own[gemm]
-        assert [c.saving for c in item.choices] == [0.0] + [item.cost] * (len(own[gemm]) - 1)
+        assert [c.format.value for c in item.choices] == expected[gemm]
+        assert list(scores[item.id]) == expected[gemm]
+        assert [c.saving for c in item.choices] == [0.0] + [item.cost] * (len(expected[gemm]) - 1)
 
 
 def test_candidates_that_only_one_gemm_may_take_save_that_gemms_share() -> None:
@@ -225,9 +225,9 @@ def test_losses_by_gemm_and_phase() -> None:
         assert (item.id, item.stage, item.cost) == (plain.id, plain.stage, plain.cost)
         share = 0.75 if item.id.endswith(":fprop") else 0.0
         weights = [share * s + (1 - share) * c for s, c in zip(PHASES.standing, PHASES.carried, strict=True)]
-        for choice, one in zip(item.choices, plain.choices, strict=True):
-            assert (choice.format, choice.saving) == (one.format, one.saving)
-            assert choice.losses == pytest.approx([one.loss * w for w in weights], rel=1e-12)
+        for choice, static_choice in zip(item.choices, plain.choices, strict=True):
+            assert (choice.format, choice.saving) == (static_choice.format, static_choice.saving)
+            assert choice.losses == pytest.approx([static_choice.loss * w for w in weights], rel=1e-12)
 
 
 def test_budget_spent_and_what_keeps_its_format() -> None:

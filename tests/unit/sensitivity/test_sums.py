@@ -29,11 +29,11 @@ def matrix(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
+def worst(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest relative difference; both zero: none."""
-    assert found.shape == expected.shape
-    assert found.dtype == expected.dtype == torch.float64
-    return float(((found - expected).abs() / expected.abs().clamp(min=1e-300)).max()) if found.numel() else 0.0
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype == torch.float64
+    return float(((actual - expected).abs() / expected.abs().clamp(min=1e-300)).max()) if actual.numel() else 0.0
 
 
 def implementations() -> tuple[ModuleType, ModuleType]:

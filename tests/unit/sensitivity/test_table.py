@@ -35,20 +35,20 @@ def test_file_round_trip(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_wrong_shapes_and_dtypes_are_refused(name: str, value: np.ndarray) -> None:
-    one = table()
+    statistics = table()
     with pytest.raises(ValueError, match=f"statistics {name}"):
-        replace(one, arrays={**one.arrays, name: value})
+        replace(statistics, arrays={**statistics.arrays, name: value})
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1e-30])
 def test_non_finite_names_column_and_linear(bad: float) -> None:
-    one = table()
-    one.linear["gw2"][2] = bad
-    one.by_format["c2"][1, 1] = bad
-    one.boundary["h2"][2] = bad
-    one.arrays["drift2"][0, 7] = bad
-    one.arrays["sink_drift2"][1, 0] = bad
-    assert one.non_finite() == [
+    statistics = table()
+    statistics.linear["gw2"][2] = bad
+    statistics.by_format["c2"][1, 1] = bad
+    statistics.boundary["h2"][2] = bad
+    statistics.arrays["drift2"][0, 7] = bad
+    statistics.arrays["sink_drift2"][1, 0] = bad
+    assert statistics.non_finite() == [
         "linear.gw2 at decoder.layers.0.mlp.linear_fc1",
         "by_format.c2 at decoder.layers.0.self_attention.linear_proj",
         "boundary.h2 at 2",

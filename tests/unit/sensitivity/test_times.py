@@ -61,34 +61,34 @@ def test_pins_and_times_of_single_linears() -> None:
     """A name goes before its kind; a pinned format takes its own time and no loss it was never scored for."""
     slow = LinearId("decoder", 0, "mlp.linear_fc1")
     table = make_table(layers=2, formats=("fp8", "fp8_tensor"))
-    known = dict(times(formats=(*FORMATS, "fp4")).seconds)
-    known[str(slow)] = {g: {f: 2 * s for f, s in row.items()} for g, row in known[slow.path].items()}
+    seconds = dict(times(formats=(*FORMATS, "fp4")).seconds)
+    seconds[str(slow)] = {g: {f: 2 * s for f, s in row.items()} for g, row in seconds[slow.path].items()}
     pins = (("decoder.layers.1.mlp.linear_fc1:wgrad", "fp4"),)
-    problem, _ = build_problem(table, request(times=OptionTimes("x", known), pins=pins))
+    problem, _ = build_problem(table, request(times=OptionTimes("x", seconds), pins=pins))
     cost = {item.id: item.cost for item in problem.items}
     assert cost[f"{slow}:fprop"] == 2 * cost["decoder.layers.1.mlp.linear_fc1:fprop"]
     (pinned,) = (item for item in problem.items if item.id == "decoder.layers.1.mlp.linear_fc1:wgrad")
     assert [c.format for c in pinned.choices] == [Format.FP4]
-    fp4 = known["mlp.linear_fc1"]["wgrad"]["fp4"]
+    fp4 = seconds["mlp.linear_fc1"]["wgrad"]["fp4"]
     assert pinned.choices[0].saving == pinned.cost - fp4
 
 
 def test_a_step_of_bf16_alone_is_that_of_megatron_s_own_code() -> None:
     kind = "self_attention.linear_qkv"
     stages = {f"decoder.layers.{layer}.{kind}": 0 for layer in range(2)}
-    known = replace(times(), rest={0: 1.0}, stock={kind: 0.5})
+    table = replace(times(), rest={0: 1.0}, stock={kind: 0.5})
     chosen, bf16 = PrecisionMap.uniform(stages, Format.FP8), PrecisionMap(choices={})
-    before, after = known.by_stage(chosen, stages)[0]
-    assert known.step_seconds(chosen, stages) == (pytest.approx(1.0 + 2 * 0.5 + before), pytest.approx(1.0 + after))
-    assert known.step_speedup(bf16, stages) == 1.0
-    longer = replace(known, bubble=1.5)
-    assert longer.step_speedup(chosen, stages) == pytest.approx(known.step_speedup(chosen, stages))
-    own = replace(longer, stock={})
-    assert own.step_seconds(chosen, stages, bf16_s=9.0) == (9.0, pytest.approx(9.0 - 1.5 * (before - after)))
+    before, after = table.by_stage(chosen, stages)[0]
+    assert table.step_seconds(chosen, stages) == (pytest.approx(1.0 + 2 * 0.5 + before), pytest.approx(1.0 + after))
+    assert table.step_speedup(bf16, stages) == 1.0
+    longer = replace(table, bubble=1.5)
+    assert longer.step_speedup(chosen, stages) == pytest.approx(table.step_speedup(chosen, stages))
+    without_stock = replace(longer, stock={})
+    assert without_stock.step_seconds(chosen, stages, bf16_s=9.0) == (9.0, pytest.approx(9.0 - 1.5 * (before - after)))
     fewer = PrecisionMap.uniform(stages, Format.FP8_TENSOR)
-    differ = after - known.by_stage(fewer, stages)[0][1]
-    assert known.step_seconds(fewer, stages, 9.0, ran=(chosen, 4.0)) == (9.0, pytest.approx(4.0 - differ))
-    assert known.step_seconds(bf16, stages, 9.0, ran=(chosen, 4.0)) == (9.0, 9.0)
+    differ = after - table.by_stage(fewer, stages)[0][1]
+    assert table.step_seconds(fewer, stages, 9.0, ran=(chosen, 4.0)) == (9.0, pytest.approx(4.0 - differ))
+    assert table.step_seconds(bf16, stages, 9.0, ran=(chosen, 4.0)) == (9.0, 9.0)
 
 
 def test_waits_of_megatron_s_own_experts_for_their_host_end_with_bf16() -> None:
@@ -96,10 +96,10 @@ def test_waits_of_megatron_s_own_experts_for_their_host_end_with_bf16() -> None:
     kind = "mlp.experts.linear_fc1"
     stages = {f"decoder.layers.{layer}.{kind}": 0 for layer in range(2)}
     seconds = {kind: {gemm.value: {"bf16": 0.2, "fp8": 0.1} for gemm in Gemm}}
-    known = OptionTimes("card", seconds, rest={0: 1.0}, stock={kind: 0.5})  # 3.2 in bf16, 1.6 under the map
+    table = OptionTimes("card", seconds, rest={0: 1.0}, stock={kind: 0.5})  # 3.2 in bf16, 1.6 under the map
     chosen = PrecisionMap.uniform(stages, Format.FP8)
     for measured, expected in ((9.0, 1.6), (3.2, 1.6), (3.0, 1.4)):
-        assert known.step_seconds(chosen, stages, bf16_s=measured) == (measured, pytest.approx(expected))
+        assert table.step_seconds(chosen, stages, bf16_s=measured) == (measured, pytest.approx(expected))
 
 
 def test_what_is_reachable_is_named_and_is_reachable() -> None:
@@ -137,7 +137,7 @@ def test_formats_without_figures_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "made",
+    "original",
     [
         SolveRequest(),
         SolveRequest(pins=(("*.0.*", "bf16"),), unquantised_stage_flops={0: 1.0, 1: 2.0}),
@@ -146,5 +146,5 @@ def test_formats_without_figures_are_refused() -> None:
         request(budget=Budget("loss", 0.002), times=replace(times(), rest={0: 0.25, 1: 0.5})),
     ],
 )
-def test_a_request_survives_json(made: SolveRequest) -> None:
-    assert SolveRequest.from_dict(json.loads(json.dumps(made.as_dict())), "config.json") == made
+def test_a_request_survives_json(original: SolveRequest) -> None:
+    assert SolveRequest.from_dict(json.loads(json.dumps(original.as_dict())), "config.json") == original

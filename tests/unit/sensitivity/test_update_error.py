@@ -55,8 +55,8 @@ def trained(steps: int, dtype: torch.dtype = torch.float64) -> AdamWState:
         weight.grad = (torch.randn(N, K, generator=generator, dtype=dtype) + 0.5) * sizes
         optimizer.step()
     zeros = torch.zeros(N * K, dtype=dtype)
-    held = optimizer.state.get(weight, {"exp_avg": zeros, "exp_avg_sq": zeros})
-    moments = (held[name].clone().view(-1) for name in ("exp_avg", "exp_avg_sq"))
+    state = optimizer.state.get(weight, {"exp_avg": zeros, "exp_avg_sq": zeros})
+    moments = (state[name].clone().view(-1) for name in ("exp_avg", "exp_avg_sq"))
     return AdamWState(0, N * K, steps, *moments, *BETAS, EPS)
 
 
@@ -121,8 +121,8 @@ def test_a_linear_that_saw_a_part_of_the_tokens() -> None:
     g = gradient((N, K)).float().view(N, K)
     whole = torch.cat(linear_update_error(whole_recorder(), g, state, SCALE, seed=33, **totals()))
     more = replace(SCALE, tokens=4 * SCALE.tokens, tokens_per_step=4 * SCALE.tokens_per_step)
-    own = linear_update_error(whole_recorder(), g, state, more, seed=33, **totals(), tokens=float(SCALE.tokens))
-    torch.testing.assert_close(torch.cat(own), whole, rtol=1e-12, atol=0.0)
+    expert = linear_update_error(whole_recorder(), g, state, more, seed=33, **totals(), tokens=float(SCALE.tokens))
+    torch.testing.assert_close(torch.cat(expert), whole, rtol=1e-12, atol=0.0)
     none, _ = linear_update_error(whole_recorder(), g, state, more, seed=33, s2=0.0, x2=0.0, g2=0.0, tokens=0.0)
     assert not none.any()
 

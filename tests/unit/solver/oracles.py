@@ -87,7 +87,7 @@ def random_phased(
         "loss": float(np.quantile(losses.sum(axis=(0, 2)), rng.uniform(0.1, 0.6))),
     }[kind]
     stage = rng.integers(0, stages, items).tolist()
-    made = tuple(
+    decisions = tuple(
         Item(
             f"i{i:04d}",
             stage[i],
@@ -101,7 +101,7 @@ def random_phased(
     )
     return Problem(
         Budget(kind, expected),
-        made,
+        decisions,
         tolerance if kind == "fp4" else None,
         fixed,
         tuple(Phase(n, f) for n, f in zip(steps, floors, strict=True)),
@@ -141,11 +141,11 @@ def effective(problem: Problem, chosen: Sequence[Choice]) -> float:
     rows = [(range(len(chosen)), 0.0)]
     if problem.stage_tolerance is not None:
         stages = {item.stage for item in problem.items}
-        own = ([k for k, item in enumerate(problem.items) if item.stage == stage] for stage in stages)
-        rows += [(each, problem.stage_tolerance) for each in own]
+        indices = ([k for k, item in enumerate(problem.items) if item.stage == stage] for stage in stages)
+        rows += [(each, problem.stage_tolerance) for each in indices]
     shares = []
-    for own, tolerance in rows:
-        saved, cost = math.fsum(chosen[k].saving for k in own), math.fsum(problem.items[k].cost for k in own)
+    for indices, tolerance in rows:
+        saved, cost = math.fsum(chosen[k].saving for k in indices), math.fsum(problem.items[k].cost for k in indices)
         shares.append(saved / cost + tolerance if cost else -math.inf if saved < 0 else math.inf)
     return min(min(shares), 1.0 if all(math.isinf(s) for s in shares) else math.inf)
 
@@ -154,20 +154,19 @@ def slowest(problem: Problem, chosen: Sequence[Choice] | None) -> float:
     """The time of the slowest stage; of the reference without choices."""
     times = dict(problem.fixed_cost)
     for stage in {item.stage for item in problem.items}:
-        own = [k for k, item in enumerate(problem.items) if item.stage == stage]
-        cost, saved = math.fsum(problem.items[k].cost for k in own), 0.0
+        indices = [k for k, item in enumerate(problem.items) if item.stage == stage]
+        cost, saved = math.fsum(problem.items[k].cost for k in indices), 0.0
         if chosen:
-            saved = math.fsum([*(chosen[k].saving for k in own), *jointly(problem, chosen, own)])
+            saved = math.fsum([*(chosen[k].saving for k in indices), *jointly(problem, chosen, indices)])
         times[stage] = times.get(stage, 0.0) + cost - saved
     return max(times.values())
 
 
-def jointly(problem: Problem, chosen: Sequence[Choice], own: Sequence[int]) -> list[float]:
+def jointly(problem: Problem, chosen: Sequence[Choice], indices: Sequence[int]) -> list[float]:
     """The joint savings of some of the items."""
     formats = {item.id: choice.format for item, choice in zip(problem.items, chosen, strict=True)}
-    each = [
-        (formats[problem.items[k].id], other, savings) for k in own for other, savings in problem.items[k].joint.items()
-    ]
+    items = [problem.items[k] for k in indices]
+    each = [(formats[item.id], other, savings) for item in items for other, savings in item.joint.items()]
     return [savings.get(fmt, 0.0) for fmt, other, savings in each if formats[other] is fmt]
 
 
@@ -228,9 +227,9 @@ def least(problem: Problem) -> float:
     total = []
     for item in problem.items:
         begins = [p for p in range(len(phases_of(problem))) if p not in item.keeps]
-        own = [c for c in item.choices if item.pin in (None, c.format)]
+        choices = [c for c in item.choices if item.pin in (None, c.format)]
         for a, b in zip(begins, [*begins[1:], len(phases_of(problem))], strict=True):
-            total.append(min(math.fsum(c.losses[a:b]) for c in own))
+            total.append(min(math.fsum(c.losses[a:b]) for c in choices))
     return math.fsum(total)
 
 
@@ -289,14 +288,14 @@ def highs(problem: Problem) -> float | None:
     for p, phase in enumerate(phases):
         by_stage = {s: [k for k, i in enumerate(items) if i.stage == s] for s in {i.stage for i in items}}
         sums = [(list(range(len(items))), total, 0.0)] if budget.kind == "fp4" else []
-        for stage, own in by_stage.items():
-            cost = math.fsum(items[k].cost for k in own)
+        for stage, indices in by_stage.items():
+            cost = math.fsum(items[k].cost for k in indices)
             if budget.kind != "fp4":
-                sums.append((own, reference, 1 - (dict(problem.fixed_cost).get(stage, 0.0) + cost) / reference))
+                sums.append((indices, reference, 1 - (dict(problem.fixed_cost).get(stage, 0.0) + cost) / reference))
             elif problem.stage_tolerance is not None:
-                sums.append((own, cost, problem.stage_tolerance))
-        for own, unit, offset in sums:
-            terms = [(place[p, k, c.format], 1e2 * c.saving / unit) for k in own for c in items[k].choices]
+                sums.append((indices, cost, problem.stage_tolerance))
+        for indices, unit, offset in sums:
+            terms = [(place[p, k, c.format], 1e2 * c.saving / unit) for k in indices for c in items[k].choices]
             add([*terms, (count + p, -1e2)], -1e2 * offset)
         floor = -10.0 if phase.target is None else phase.target * (1 - 1e-9)
         if phase.target is not None and budget.kind != "fp4":

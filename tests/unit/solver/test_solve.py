@@ -203,8 +203,8 @@ def test_same_solution_whatever_the_order_of_items_and_run() -> None:
         assert first == replace(again, solve_seconds=first.solve_seconds)
         shuffled = replace(problem, items=tuple(problem.items[i] for i in rng.permutation(len(problem.items))))
         turned = solve(shuffled, deterministic_time=5.0, seed=3)
-        for one, other in zip((first, *first.phases), (turned, *turned.phases), strict=True):
-            assert dict(one.choices) == dict(other.choices)
+        for actual, expected in zip((first, *first.phases), (turned, *turned.phases), strict=True):
+            assert dict(actual.choices) == dict(expected.choices)
 
 
 @pytest.mark.parametrize("kind", HARD)
@@ -298,8 +298,8 @@ def test_an_unreachable_phase_is_named() -> None:
 def test_greedy_and_limits_give_valid_bounds(kind: str) -> None:
     problem = random_phased(np.random.default_rng(11), 20, 3, 3, 3, kind=kind, proportional=True)
     best = highs(problem)
-    for one in (solve(problem, solver="greedy"), solve(problem, deterministic_time=1e-9)):
-        check(problem, one, best)
+    for solution in (solve(problem, solver="greedy"), solve(problem, deterministic_time=1e-9)):
+        check(problem, solution, best)
 
 
 def test_costs_of_nothing() -> None:

@@ -36,20 +36,20 @@ def test_a_quantised_linear_is_its_gemms_and_what_is_quantised_once_each() -> No
 
 
 def test_each_expert_has_a_weight_to_quantise() -> None:
-    one = LinearShape(500, 3000, 700, microbatches=4 * 8)
-    weights = replace(one, matrices=8)
-    more = linear(MODEL, weights, FP8, FP8, FP8) - linear(MODEL, one, FP8, FP8, FP8)
-    assert more == pytest.approx(7 * 2 * one.n * one.k / QUANTISED)
+    shape = LinearShape(500, 3000, 700, microbatches=4 * 8)
+    weights = replace(shape, matrices=8)
+    more = linear(MODEL, weights, FP8, FP8, FP8) - linear(MODEL, shape, FP8, FP8, FP8)
+    assert more == pytest.approx(7 * 2 * shape.n * shape.k / QUANTISED)
 
 
 def test_a_grouped_linear_has_the_times_of_grouped_gemms() -> None:
     """In the formula they are those of one linear with the rows of all experts, and a W each."""
-    one = LinearShape(2000, 3000, 700, microbatches=4)
-    grouped = replace(one, tokens=250, microbatches=4 * 8, matrices=8, grouped=True)
+    shape = LinearShape(2000, 3000, 700, microbatches=4)
+    grouped = replace(shape, tokens=250, microbatches=4 * 8, matrices=8, grouped=True)
     for g in Gemm:
-        weights = 0.0 if g is Gemm.WGRAD else 7 * one.n * one.k / QUANTISED
-        assert MODEL.seconds(grouped, g, FP8) == pytest.approx(MODEL.seconds(one, g, FP8) + weights)
-        assert MODEL.seconds(grouped, g, BF16) == pytest.approx(MODEL.seconds(one, g, BF16))
+        weights = 0.0 if g is Gemm.WGRAD else 7 * shape.n * shape.k / QUANTISED
+        assert MODEL.seconds(grouped, g, FP8) == pytest.approx(MODEL.seconds(shape, g, FP8) + weights)
+        assert MODEL.seconds(grouped, g, BF16) == pytest.approx(MODEL.seconds(shape, g, BF16))
     assert not MODEL.extrapolated(grouped)
     assert MODEL.extrapolated(replace(grouped, matrices=2))
     measured = LinearShape(256, 4096, 512, microbatches=2 * 4, matrices=4, grouped=True)
@@ -59,7 +59,7 @@ def test_a_grouped_linear_has_the_times_of_grouped_gemms() -> None:
     for fused, features in (("input", measured.n), ("gradient", measured.k)):  # a copy to rows without padding
         copied = measured.microbatches * 4 * measured.tokens * features / formula_table().copy_rate
         assert MODEL.stock(replace(measured, fused=fused)) == pytest.approx((STOCK - 1) * bf16 - copied)
-    assert MODEL.stock(one) == FlopsModel().stock(measured) == 0.0
+    assert MODEL.stock(shape) == FlopsModel().stock(measured) == 0.0
     without = CostModel(replace(formula_table(), grouped={}))
     assert without.extrapolated(grouped)
     apart = replace(grouped, grouped=False)
@@ -71,11 +71,11 @@ def test_an_operand_fused_with_swiglu_is_charged_what_it_adds() -> None:
     shape = LinearShape(1024, 4096, 512, matrices=4, grouped=True)
     x = 4096 * 512 / QUANTISED / 4
     for fused, first, times in (("input", Gemm.FPROP, 1), ("gradient", Gemm.DGRAD, 16)):
-        one = replace(shape, fused=fused)
+        fused_shape = replace(shape, fused=fused)
         copied = 4 * shape.tokens * (shape.n if fused == "input" else shape.k) / formula_table().copy_rate
-        added = MODEL.seconds(one, first, FP8) - MODEL.seconds(shape, first, FP8) - copied
+        added = MODEL.seconds(fused_shape, first, FP8) - MODEL.seconds(shape, first, FP8) - copied
         assert added == pytest.approx(FUSED / 4 - times * x, rel=0.05)
-        both = linear(MODEL, one, FP8, FP8, FP8) - linear(MODEL, shape, FP8, FP8, FP8) - copied
+        both = linear(MODEL, fused_shape, FP8, FP8, FP8) - linear(MODEL, shape, FP8, FP8, FP8) - copied
         assert both == pytest.approx(0, abs=1e-3 * times * x)
 
 

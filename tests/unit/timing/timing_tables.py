@@ -28,8 +28,8 @@ def formula_table(features: Sequence[int] = (512, 4096, 16384), formats: tuple[F
             for s in (seconds / SPEED[fmt],)
         }
     for m, f in itertools.product(tokens, features):
-        one = m * f / QUANTISED
-        sides = (one, 1.2 * one, 1.8 * one)
+        row = m * f / QUANTISED
+        sides = (row, 1.2 * row, 1.8 * row)
         twice = (2 * sides[0], 2 * sides[1], 2 * sides[2])  # gradients: stochastic
         activations[m, f] = {"input": dict.fromkeys(quantised, sides), "gradient": dict.fromkeys(quantised, twice)}
     weights = {
