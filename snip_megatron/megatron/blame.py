@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -72,11 +71,7 @@ def prepare_blame(config: SnipConfig, args: argparse.Namespace) -> None:
             raise SnipError(f"--snip-blame {steps[0]}: give --load, with a checkpoint from before iteration {steps[0]}")
         return
     if args.ckpt_step is None:
-        saved = [
-            int(match[1])
-            for path in Path(args.load).glob("iter_*")
-            if (match := re.fullmatch(r"iter_(\d{7})", path.name))
-        ]
+        saved = [int(path.name.removeprefix("iter_")) for path in Path(args.load).glob("iter_" + 7 * "[0-9]")]
         before = [iteration for iteration in saved if iteration < steps[0]]
         if saved and not before:
             raise SnipError(
@@ -297,7 +292,7 @@ def host_job(recipe: HostRecipe, args: argparse.Namespace, registry: LinearRegis
     numerics = RecipeNumerics(recipe)
     if recipe.name == "delayed":
         saved = _Histories(recipe, registry)
-        numerics = RecipeNumerics(recipe, saved.of, shared_amax(args), saved.restore)
+        numerics = RecipeNumerics(recipe, None, saved.of, shared_amax(args), saved.restore)
     keeps_weights = not getattr(args, "disable_parameter_transpose_cache", False)
     watch = functools.partial(modules_watched, registry, recipe, keeps_weights=keeps_weights)
     return Job("megatron", description, formats, numerics, watch, BOUND)

@@ -21,9 +21,8 @@ from pathlib import Path
 
 import torch
 
-from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm
+from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.runtime.blame_passes import Job, Passes, PassResult, RoundingRise
 from snip_megatron.runtime.gemm_check import (
     Effect,
@@ -109,12 +108,12 @@ def _blame(passes: Passes, blame: Blame, folder: Path, state: StateCheck) -> Bla
         gradients = passes.gradients()
     results = {"kernels": PassResult(passes.losses(), gradients)}
     if not passes.is_late:
-        with passes.forced(lambda _: ALL_BF16):
+        with passes.forced(PrecisionMap({})):
             losses = passes.losses()
             with watched(context, effects):
                 results["bf16"] = PassResult(losses, passes.gradients())
         if not passes.is_late:
-            with passes.forced(job.formats_of):
+            with passes.forced(job.formats):
                 results["reference"] = PassResult(passes.losses(), passes.gradients())
     is_late = passes.on_any_rank("reference" not in results or check.is_late or effects.is_late)
     figures = {name: passes.figures(results[name]) for name in PASSES if name in results}
@@ -293,13 +292,5 @@ def _trial_of_gradients(passes: Passes, restored: Sequence[Harm], plain: PassRes
 
 def _restored(passes: Passes, restored: Sequence[Harm]) -> AbstractContextManager[None]:
     """Return a context in which these GEMMs run in bf16, and all others in the job's formats."""
-    keys = {(harm.linear, harm.gemm) for harm in restored}
-
-    def formats_of(handle: LinearHandle) -> Formats:
-        fprop, dgrad, wgrad = (
-            Format.BF16 if (handle.name, gemm.value) in keys else fmt
-            for gemm, fmt in zip(Gemm, passes.job.formats_of(handle), strict=True)
-        )
-        return fprop, dgrad, wgrad
-
-    return passes.forced(formats_of)
+    bf16 = {f"{harm.linear}:{harm.gemm}": Format.BF16 for harm in restored}
+    return passes.forced(PrecisionMap({**passes.job.formats.choices, **bf16}))

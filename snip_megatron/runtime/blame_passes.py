@@ -102,12 +102,12 @@ class Passes:
         self.tokens = 0.0  # of a pass over all ranks. 0 before its losses are known
 
     @contextmanager
-    def forced(self, formats_of: Callable[[LinearHandle], Formats]) -> Iterator[None]:
-        """Run linears in these formats by the reference's numerics inside this context."""
+    def forced(self, formats: PrecisionMap) -> Iterator[None]:
+        """Run linears in the formats of a map by the reference's numerics inside this context."""
         context, numerics = self.registry.context, self.job.numerics
         backend = context.backend
         context.backend = numerics
-        context.override = lambda handle: Override(formats_of(handle), backend=numerics.of(handle))
+        context.override = lambda handle: Override(formats.formats_of(handle.name), backend=numerics.of(handle))
         try:
             yield
         finally:

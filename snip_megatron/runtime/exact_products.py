@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.numerics.products.backend import FlatOperand, GemmBackend, UnquantizedOperand
 from snip_megatron.numerics.products.grouped import GroupLoop
-from snip_megatron.numerics.products.host_recipe import DelayedScale, HostRecipe, RecipeGemms, ScaleOf
+from snip_megatron.numerics.products.host_recipe import DelayedScale, RecipeGemms
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, OperandSpec
 from snip_megatron.numerics.quantize.reference import fake_quantize
 from snip_megatron.precision import Format, Gemm
@@ -84,41 +85,29 @@ Histories = Callable[[LinearHandle, int, str], tuple[Tensor, Tensor]]
 rank, and "x", "w" or "g"."""
 
 
+@dataclass(eq=False)
 class RecipeNumerics(RecipeGemms, ExactBackend):
-    """A recipe's numerics. Under delayed scaling each linear has its own, from its history in the checkpoint on.
+    """A recipe's numerics. Under delayed scaling each linear has its own, from its history in the checkpoint on."""
 
-    Args:
-        recipe: the recipe.
-        histories: where delayed scaling begins. None under any other recipe.
-        shared: takes the maximum of an amax over the ranks that share histories. A collective if there are several.
-        restart: called at the start of every pass.
-    """
+    histories: Histories | None = None  # where delayed scaling begins. None under any other recipe
+    # takes the maximum of an amax over the ranks that share histories. A collective if there are several
+    shared: Callable[[Tensor], Tensor] = lambda amax: amax
+    restart: Callable[[], None] = lambda: None  # called at the start of every pass
+    # _scales, _forwards: of a pass, by linear and expert: scales of operands, and numbers of forwards so far
+    _scales: dict[tuple[int, int, str], DelayedScale] = field(default_factory=dict)
+    _forwards: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     name = "recipe"
 
-    def __init__(
-        self,
-        recipe: HostRecipe,
-        histories: Histories | None = None,
-        shared: Callable[[Tensor], Tensor] = lambda amax: amax,
-        restart: Callable[[], None] = lambda: None,
-        scale_of: ScaleOf | None = None,
-    ) -> None:
-        super().__init__(recipe, scale_of)
-        self._histories, self._shared, self._restart = histories, shared, restart
-        # of a pass, by linear and expert: scales of operands, and numbers of forwards so far
-        self._scales: dict[tuple[int, int, str], DelayedScale] = {}
-        self._forwards: Counter[tuple[int, int]] = Counter()
-
     def of(self, handle: LinearHandle, *, after_backward: bool = False) -> ExactBackend:
         """See the base class."""
-        if self._histories is None:
+        if self.histories is None:
             return self
-        return RecipeNumerics(self.recipe, scale_of=partial(self._scale, self._histories, handle, after_backward))
+        return RecipeNumerics(self.recipe, scale_of=partial(self._scale, self.histories, handle, after_backward))
 
     def start_pass(self) -> None:
         """See the base class."""
-        self._restart()
+        self.restart()
         self._scales.clear()
         self._forwards.clear()
 
@@ -137,7 +126,7 @@ class RecipeNumerics(RecipeGemms, ExactBackend):
         if (key := (*linear, operand)) not in self._scales:
             history, scale = histories(handle, expert, operand)
             maximum = self.recipe.element(operand).maximum * 2.0**-self.recipe.margin
-            self._scales[key] = DelayedScale(maximum, history, scale, self.recipe.most_recent, self._shared)
+            self._scales[key] = DelayedScale(maximum, history, scale, self.recipe.most_recent, self.shared)
         microbatch = 0
         if operand != "w" and torch._C._current_graph_task_id() != -1:
             microbatch = handle.state.backwards - after_backward
