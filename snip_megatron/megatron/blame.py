@@ -23,7 +23,7 @@ from snip_megatron.layers.registry import LinearRegistry, load_map
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat.megatron_precision import delayed_state, shared_amax
 from snip_megatron.megatron.host import MegatronStep, StepCall
-from snip_megatron.megatron.remedy import RemedyWriter
+from snip_megatron.megatron.remedy import RemedyWriter, bf16_ends
 from snip_megatron.megatron.run_record import run_folder
 from snip_megatron.megatron.startup import say
 from snip_megatron.megatron.state_check import checksum, state_checked
@@ -278,8 +278,7 @@ State = tuple[Tensor, Tensor]
 
 def host_job(recipe: HostRecipe, args: argparse.Namespace, registry: LinearRegistry) -> Job:
     """Return the job. The scales of delayed scaling are those of the checkpoint, which has been loaded."""
-    first = args.num_layers_at_start_in_bf16 if args.first_last_layers_bf16 else 0
-    last = args.num_layers_at_end_in_bf16 if args.first_last_layers_bf16 else 0
+    first, last = bf16_ends(args)
 
     def is_quantized(name: str) -> bool:
         linear = LinearId.parse(name)

@@ -19,7 +19,7 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import TIMINGS
 from snip_megatron.runtime.storage import write_atomically
 from snip_megatron.sensitivity.blame import Blame, Remedy
-from snip_megatron.timing.table import NoTableError, TimingTable, load_table, packaged_table
+from snip_megatron.timing.table import TimingTable, load_table, packaged_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,13 @@ class RemedyWriter:
             remedied = remedied_map(formats, [row.name for row in self.rows], [*map(str, linears)])
             arguments = self._first_and_last(list(linears))
             remedy = Remedy((), megatron=self._precision_file(linears, folder / stem, notes), arguments=arguments)
-        slowdown = self._slowdown(formats, remedied, folder, notes)
+        slowdown = None
+        try:
+            slowdown = self._slowdown(formats, remedied, folder)
+            if self.recipe is not None:
+                notes.append("its cost in speed is predicted by times of SNIP's kernels in formats of the same size")
+        except SnipError as error:
+            notes.append(f"what it costs in speed is not known: {error}")
         remedy = dataclasses.replace(remedy, recipe=module, slowdown=slowdown, notes=tuple(notes))
         return dataclasses.replace(blame, remedy=remedy)
 
@@ -103,44 +109,30 @@ class RemedyWriter:
         count = args.num_layers
         if self.recipe.name == "delayed" or any(linear.stack != "decoder" for linear in linears):
             return ()
-        start, end = 0, 0
-        if args.first_last_layers_bf16:
-            start, end = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
-        for linear in linears:
-            if linear.layer < count // 2:
-                start = max(start, linear.layer + 1)
-            else:
-                end = max(end, count - linear.layer)
+        start, end = bf16_ends(args)
+        layers = [linear.layer for linear in linears]
+        start = max([start, *(layer + 1 for layer in layers if layer < count // 2)])
+        end = max([end, *(count - layer for layer in layers if layer >= count // 2)])
         if start + end > max(1, count // 4) or max(start, end) > count // args.pipeline_model_parallel_size:
             return ()
         counts = "--num-layers-at-start-in-bf16", str(start), "--num-layers-at-end-in-bf16", str(end)
         return ("--first-last-layers-bf16", *counts)
 
     # -- time --------------------------------------------------------------------------------------------------
-    def _slowdown(self, before: PrecisionMap, after: PrecisionMap, folder: Path, notes: list[str]) -> float | None:
-        """Return the predicted time of a step under ``after`` over that under ``before``."""
+    def _slowdown(self, before: PrecisionMap, after: PrecisionMap, folder: Path) -> float:
+        """Return the predicted time of a step under ``after`` over that under ``before``. Raises SnipError."""
         names = {row.name: row.stage for row in self.rows}
         formats = {Format.BF16, *(fmt for name in names for fmt in before.formats_of(name))}
-        try:
-            times = option_times(self.config, self.args, self.rows, self._table(folder), formats)
-            if times is None:
-                notes.append(
-                    "what it costs in speed is not known: there are no times of this job's GEMMs; give --snip-timings"
-                )
-                return None
-            seconds = [times.step_seconds(each, names) for each in (before, after)]
-        except SnipError as error:
-            notes.append(f"what it costs in speed is not known: {error}")
-            return None
+        times = option_times(self.config, self.args, self.rows, self._table(folder), formats)
+        if times is None:
+            raise SnipError("there are no times of this job's GEMMs; give --snip-timings")
+        seconds = times.step_seconds(before, names), times.step_seconds(after, names)
         if seconds[0] is None or seconds[1] is None:
-            notes.append("what it costs in speed is not known: the planner does not know all of a step of this model")
-            return None
-        if self.recipe is not None:
-            notes.append("its cost in speed is predicted by times of SNIP's kernels in formats of the same size")
+            raise SnipError("the planner does not know all of a step of this model")
         return round(seconds[1][1] / seconds[0][1], 4)
 
     def _table(self, folder: Path) -> TimingTable | None:
-        """Return the times that the job's run has measured, or those of its card. None if there are none."""
+        """Return the times that the job's run has measured, or those of its card. None without a card."""
         if self.config.timings is not None:
             return None
         beside_map = [] if self.config.map is None else [Path(self.config.map).parent.parent]
@@ -150,10 +142,14 @@ class RemedyWriter:
         if not torch.cuda.is_available():
             return None
         device = torch.cuda.get_device_name()
-        try:
-            return load_table(packaged_table(device), device)
-        except NoTableError:
-            return None
+        return load_table(packaged_table(device), device)
+
+
+def bf16_ends(args: argparse.Namespace) -> tuple[int, int]:
+    """Return the numbers of first and last layers that ``--first-last-layers-bf16`` keeps in bf16."""
+    if not args.first_last_layers_bf16:
+        return 0, 0
+    return args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
 
 
 def remedied_map(formats: PrecisionMap, names: Sequence[str], keys: Sequence[str]) -> PrecisionMap:
