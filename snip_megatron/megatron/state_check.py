@@ -75,7 +75,7 @@ def _check_cast(optimizer: Any, name: str, parameter: torch.nn.Parameter, order:
     compared = difference(main.reshape(shape[0], -1), model_shard.reshape(shape[0], -1), _CAST_BOUND)
     if compared is not None and compared.is_fault:
         where = f"{compared.where} are not the main parameter's"
-        check.note((_FIRST, 0, order), "parameter", name, where, sqnr=compared.sqnr, bound=compared.bound)
+        check.note((_FIRST, 0, order), "parameter", name, where=where, sqnr=compared.sqnr, bound=compared.bound)
 
 
 def _check_replicas(
@@ -96,7 +96,7 @@ def _check_replicas(
         for order, differs in enumerate(_differs(torch.stack(of_ranks(sums, group)), dist.get_rank(group))):
             if differs and is_replica[order]:
                 where = "differs from other ranks' copies"
-                check.note((_FIRST, 1, order), "replica", parameters[order][0], where)
+                check.note((_FIRST, 1, order), "replica", parameters[order][0], where=where)
 
 
 def checksum(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -161,6 +161,6 @@ def _row_hooks(layer: Any, registry: LinearRegistry, check: KernelCheck) -> list
         if len(rows) == len(expected) and rows != expected:
             first = next(i for i, (a, b) in enumerate(zip(rows, expected, strict=True)) if a != b)
             where = f"expert {local[first]} gets {rows[first]} rows, and the router chose it {expected[first]} times"
-            check.note((0, 0, position - 1), "experts", name, where, expert=local[first])
+            check.note((0, 0, position - 1), "experts", name, where=where, expert=local[first])
 
     return [layer.router.register_forward_hook(choose), layer.experts.register_forward_pre_hook(compare)]

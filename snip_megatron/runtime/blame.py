@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,6 @@ from snip_megatron.runtime.gemm_check import (
     Effect,
     KernelCheck,
     Key,
-    LocalFault,
     RoundingEffects,
     first_of_ranks,
     sqnr_over_ranks,
@@ -46,7 +46,6 @@ from snip_megatron.sensitivity.blame import (
     UNFINISHED,
     Blame,
     Culprit,
-    Fault,
     Harm,
     Trial,
     outliers,
@@ -117,7 +116,7 @@ def _blame(passes: Passes, blame: Blame, folder: Path, state: StateCheck) -> Bla
                 results["reference"] = PassResult(passes.losses(), passes.gradients())
     is_late = passes.on_any_rank("reference" not in results or check.is_late or effects.is_late)
     figures = {name: passes.figures(results[name]) for name in PASSES if name in results}
-    fault, is_local = first_of_ranks(check.first)
+    fault, is_local = first_of_ranks(check)
     blame = dataclasses.replace(blame, passes=figures)
     if "bf16" in results:  # kernels without a fault compute what the reference does
         plain, rounded = results["bf16"], results.get("reference", results["kernels"])
@@ -129,9 +128,12 @@ def _blame(passes: Passes, blame: Blame, folder: Path, state: StateCheck) -> Bla
     if fault is not None:
         gemm = "" if fault.gemm is None else f":{fault.gemm}"
         reason = f"{fault.linear}{gemm} on rank {fault.rank} is not what its inputs give: {fault.where}"
-        path = folder / f"blame_{blame.step}_inputs.pt"
-        bug = _save_inputs(fault, check.first if is_local else None, path)
-        return dataclasses.replace(blame, verdict=BUG, reason=reason, bug=bug)
+        if fault.shape:
+            path = folder / f"blame_{blame.step}_inputs.pt"
+            fault = dataclasses.replace(fault, inputs=str(path))
+            if is_local:
+                _save(check.tensors, path)
+        return dataclasses.replace(blame, verdict=BUG, reason=reason, bug=fault)
     if "bf16" not in results:
         return dataclasses.replace(blame, reason=f"the time of {passes.seconds:g} s ended before the pass in bf16")
     harmed = outliers(harms)
@@ -177,15 +179,10 @@ def _verdict(blame: Blame, rise: RoundingRise, harmed: Mapping[Harm, float]) -> 
     )
 
 
-def _save_inputs(fault: Fault, local: LocalFault | None, path: Path) -> Fault:
-    """Write the inputs of a GEMM's fault on its rank. Returns the fault with the file's name."""
-    if not fault.shape:
-        return fault
-    if local is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: each.cpu() if isinstance(each, torch.Tensor) else each for name, each in local.tensors.items()}
-        torch.save(tensors, path)
-    return dataclasses.replace(fault, inputs=str(path))
+def _save(tensors: Mapping[str, Any], path: Path) -> None:
+    """Write the inputs and results of a GEMM."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({name: each.cpu() if isinstance(each, torch.Tensor) else each for name, each in tensors.items()}, path)
 
 
 # -- culprits ----------------------------------------------------------------------------------------------------------

@@ -119,27 +119,22 @@ def bound_of(fmt: Format, gemm: Gemm, depth: int, bound: Mapping[int, float] = B
     return bound[fmt.bits]
 
 
-@dataclass
-class LocalFault:
-    """The first fault of a rank. ``order`` compares faults of all ranks by their place in a step."""
-
-    order: tuple[int, ...]
-    fault: Fault
-    tensors: Mapping[str, Any]  # inputs and results of a GEMM. Empty for other faults
-
-
 class KernelCheck(Watcher):
     """Compares the products of the job's own kernels with the reference's.
 
     Attributes:
-        first: The first fault of this rank.
+        first: The first fault of this rank. None if there is none.
+        order: Its place in a step, which no fault of another rank has.
+        tensors: The inputs and results of its GEMM. Empty for other faults.
         sqnr: (linear, GEMM) → the least signal to noise ratio so far.
     """
 
     def __init__(self, formats_of: FormatsOf, numerics: ExactBackend, bound: Mapping[int, float] = BOUND) -> None:
         super().__init__(formats_of)
         self._numerics, self._bound = numerics, bound
-        self.first: LocalFault | None = None
+        self.first: Fault | None = None
+        self.order: tuple[int, ...] = ()
+        self.tensors: Mapping[str, Any] = {}
         self.sqnr: dict[Key, float] = {}
         self._parts: dict[Key, Tensor] = {}  # of products that the job sums over ranks
         self._calls: dict[Any, int] = defaultdict(int)
@@ -233,24 +228,15 @@ class KernelCheck(Watcher):
         fields = {"gemm": gemm.value, "expert": handle.expert, **dataclasses.asdict(compared)} | details
         self.note((order[0], *place, *order[1:]), kind, handle.name, **fields)
 
-    def note(
-        self,
-        order: Sequence[int],
-        kind: str,
-        linear: str,
-        where: str,
-        tensors: Mapping[str, Any] | None = None,
-        **details: Any,
-    ) -> None:
+    def note(self, order: Sequence[int], kind: str, linear: str, **details: Any) -> None:
         """Keep a fault if it is the first of this rank by ``order``, its place in a step.
 
-        ``details`` are further fields of :class:`Fault`, which is by default a fault of this rank in no GEMM.
+        ``details`` are further fields of :class:`Fault`, which is by default one of this rank, and ``tensors``.
         """
         order = *order, rank()
-        if self.first is None or order < self.first.order:
-            fields: dict[str, Any] = {"gemm": None, "expert": None, "rank": rank(), "host": socket.gethostname()}
-            fields |= {"library": "", "shape": (), "sqnr": 0.0, "bound": 0.0} | details
-            self.first = LocalFault(order, Fault(kind=kind, linear=linear, where=where, **fields), tensors or {})
+        if self.first is None or order < self.order:
+            self.order, self.tensors = order, details.pop("tensors", {})
+            self.first = Fault(kind, linear, **{"rank": rank(), "host": socket.gethostname(), **details})
 
     def on_backward(self, product: Product, gradient: Tensor) -> None:
         """Compare the sum of input gradients, if the linear computes one. Collective."""
@@ -342,14 +328,11 @@ class RoundingEffects(Watcher):
         return [{part: float(row[0] / row[1]) if row[1] else 0.0 for part, row in parts.items()} for parts in sums]
 
 
-def first_of_ranks(local: LocalFault | None) -> tuple[Fault | None, bool]:
+def first_of_ranks(check: KernelCheck) -> tuple[Fault | None, bool]:
     """Return the first fault in execution order of all ranks, and whether it is this rank's. Collective."""
-    faults = objects_of_ranks(None if local is None else (local.order, local.fault))
-    present = [each for each in faults if each is not None]
-    if not present:
-        return None, False
-    order, fault = min(present, key=lambda each: each[0])
-    return fault, local is not None and local.order == order and fault.rank == rank()
+    faults = {order: fault for order, fault in objects_of_ranks((check.order, check.first)) if fault is not None}
+    order = min(faults, default=())
+    return faults.get(order), bool(order) and order == check.order
 
 
 def sqnr_over_ranks(sqnr: Mapping[Key, float]) -> dict[Key, float]:

@@ -38,17 +38,17 @@ class Fault(JsonFields):
     # ``gemm``, ``reduction``, ``gather``, ``replica``, ``cached_weight``, ``parameter``, ``gradient`` or ``experts``
     kind: str
     linear: str  # name of the linear, or of a parameter
-    gemm: str | None  # the GEMM. None if the fault is in no GEMM
-    expert: int | None  # global index of the expert. None if the linear belongs to none
     # rank, host: where the fault was found
     rank: int
     host: str
-    library: str  # what multiplied
-    shape: tuple[int, ...]  # rows, columns and depth of the GEMM on this rank
     where: str  # rows and columns of the result that differ
+    gemm: str | None = None  # the GEMM. None if the fault is in no GEMM
+    expert: int | None = None  # global index of the expert. None if the linear belongs to none
+    library: str = ""  # what multiplied
+    shape: tuple[int, ...] = ()  # rows, columns and depth of the GEMM on this rank
     # sqnr, bound: signal to noise ratio of the worst rows or columns, and the least ratio of a correct result, in dB
-    sqnr: float
-    bound: float
+    sqnr: float = 0.0
+    bound: float = 0.0
     inputs: str | None = None  # file with the inputs, which reproduces the fault alone
 
 

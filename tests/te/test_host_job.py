@@ -137,7 +137,7 @@ def test_a_broken_gemm_is_named(name: str, gemm: str) -> None:
     chunk.get_submodule(f"decoder.layers.0.{name}").broken = gemm
     check = checked(chunk, registry, host_job(HostRecipe("tensorwise", hybrid=True), ARGUMENTS, registry))
     assert check.first is not None
-    fault = check.first.fault
+    fault = check.first
     assert (fault.linear, fault.gemm, fault.library) == (f"decoder.layers.0.{name}", gemm, "transformer_engine")
     assert "rows" in fault.where
 
@@ -146,7 +146,7 @@ def test_a_recipe_that_the_job_does_not_have_is_a_fault() -> None:
     chunk, registry = model(fused=True)
     check = checked(chunk, registry, host_job(HostRecipe("tensorwise"), ARGUMENTS, registry))
     assert check.first is not None
-    assert check.first.fault.gemm == "dgrad"  # in E5M2, not E4M3
+    assert check.first.gemm == "dgrad"  # in E5M2, not E4M3
 
 
 def with_history(registry: LinearRegistry, scale: float) -> None:

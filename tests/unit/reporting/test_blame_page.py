@@ -35,7 +35,9 @@ def blamed(verdict: str) -> Blame:
         for gemm in ("fprop", "dgrad", "wgrad")
     )  # fmt: skip
     culprit = Culprit(*CULPRIT, None, None, "fp8", 0.11, 0.02, 0.9, 0.97, confirmed=True)
-    fault = Fault("gemm", *CULPRIT, None, 1, "<node3>", "deepgemm", (256, 1408, 512), "rows 96-127", 3.1, 30.0, "x.pt")
+    linear, gemm = CULPRIT
+    shape = (256, 1408, 512)
+    fault = Fault("gemm", linear, 1, "<node3>", "rows 96-127", gemm, None, "deepgemm", shape, 3.1, 30.0, "x.pt")
     return Blame(
         61, None, "snip", "36 GEMMs", verdict, "the job's formats <do> it",
         {"bf16": PassFigures(2.31, True), "reference": PassFigures(2.43, True), "kernels": PassFigures(None, False)},

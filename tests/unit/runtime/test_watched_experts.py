@@ -55,5 +55,5 @@ def test_the_expert_of_a_wrong_product_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(GroupLoop, "accumulate", lose_rows)
     check, _ = checked((FP8, FP8, FP8), "emulated")
     assert check.first is not None
-    fault = check.first.fault
+    fault = check.first
     assert (fault.linear, fault.gemm, fault.expert, fault.where) == (NAME, "wgrad", 2, "rows 0-63")

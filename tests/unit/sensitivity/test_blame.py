@@ -31,7 +31,7 @@ BLAME = Blame(
     37, None, "snip", "3 GEMMs in fp8", "bug", "it is",
     {"bf16": PassFigures(2.5, True), "kernels": PassFigures(None, False)},
     Fault(
-        "gemm", "decoder.layers.3.mlp.linear_fc1", "fprop", None, 1, "node", "cuBLASLt", (4, 5, 6), "rows 96-127", 3.1,
+        "gemm", "decoder.layers.3.mlp.linear_fc1", 1, "node", "rows 96-127", "fprop", None, "cuBLASLt", (4, 5, 6), 3.1,
         36.0,
     ),
     (Culprit("a", "fprop", 5, None, "fp4", 0.1, 0.2, 0.9, None, confirmed=True),), (Trial(12, 0.97),),
