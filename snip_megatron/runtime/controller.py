@@ -89,7 +89,6 @@ class Controller:
         self._started = self._user_failed = False
         self._first_step = self._next_step = 0
         self._replay_steps: list[int] = []
-        self._answered = False  # whether rank 0 has the outcome of the pending update, as the latest figures say
         self.state = ControllerState() if restored is None else restored
         self._schedule = ScheduleState(self.state, self.timeline, self._fp4_share_of)
         self._guard = Guard(self.config, self.state.guard or GuardState(good=self.state.precision_map))
@@ -141,11 +140,8 @@ class Controller:
         self.state.grad_norm = grad_norm if is_finite(grad_norm) else None
         self._fp4_shares[step] = self._fp4_share
         self._schedule.spent.add(self._fp4_share, self.registry.current)
-        pending = self.state.pending
-        answered = pending is not None and self.coordinator is not None and self.coordinator.answered(pending.version)
         ready = self.kernels is None or self.kernels.finish(0.0)
-        figures = self._report.exchange(step, loss, grad_norm, answered=answered, ready=ready)
-        self._answered = figures is not None and figures.answered
+        figures = self._report.exchange(step, loss, grad_norm, ready=ready)
         if figures is not None and figures.ready and figures.step >= self._first_step:
             self._use_kernels(step)
         if figures is not None:
@@ -280,12 +276,8 @@ class Controller:
         solution is decided after another lag.
         """
         started = time.perf_counter()
-        again = pending.due > pending.step + self.config.lag
-        unanswered = again and not self._answered and not self.config.wait
-        if unanswered or not self._has_kernels():
-            candidates = None  # all ranks know this from the step's figures: no broadcast needed
-        else:
-            coordinator = self.coordinator
+        candidates, coordinator = None, self.coordinator
+        if self._has_kernels():
             candidates = self._channel.agree(coordinator.decision(step, pending.version) if coordinator else None)
         if candidates is None:
             pending.due = step + self.config.lag

@@ -128,10 +128,6 @@ class RankZeroCoordinator:
             self.event(step, "sidecar_restart", restarts=self._restarts, reason=reason)
             print(f"snip: the solver's process was started again ({reason}); the map in force stays", flush=True)
 
-    def answered(self, version: int) -> bool:
-        """Return whether the outcome of an update is known, without blocking."""
-        return version in self._decisions
-
     def decision(self, step: int, version: int) -> tuple[Candidate, ...] | None:
         """Return the candidates of an update, none if it has failed. None if the solver has not answered.
 

@@ -103,7 +103,7 @@ class MapChannel:
 
 # -- figures of a step ---------------------------------------------------------------------------------------------
 # Places in the summed tensor, and their number.
-_LOSS, _RANKS, _BROKEN, _ANSWERED, _WAITING, _STEP_S, _SPEEDUP, _SAVED_H, _SUM = range(9)
+_LOSS, _RANKS, _BROKEN, _WAITING, _STEP_S, _SPEEDUP, _SAVED_H, _SUM = range(8)
 _ACCOUNT = ("step_s", "speedup", "saved_h")
 
 News = Callable[[], Mapping[str, float] | None]
@@ -118,7 +118,6 @@ class StepFigures(JsonFields):
     loss: float | None  # mean loss over the ranks that have it. None if no rank has it or it is not finite
     grad_norm: float | None  # gradient norm before clipping. None if it is unknown or not finite
     broken: bool = False  # whether the loss or the gradient norm was NaN or Inf on any rank
-    answered: bool = False  # whether rank 0 knew the outcome of the pending update
     ready: bool = True  # whether all ranks had their kernels
     # rank 0's figures about the speed of the run, at the steps that have new ones: ``step_s``, and if they are known
     # ``speedup`` over bf16 and ``saved_h``, the hours saved so far
@@ -144,18 +143,12 @@ class StepReport:
         self._stream: Any = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def exchange(
-        self,
-        step: int,
-        loss: torch.Tensor | None,
-        grad_norm: float | None,
-        *,
-        answered: bool = False,
-        ready: bool = True,
+        self, step: int, loss: torch.Tensor | None, grad_norm: float | None, *, ready: bool = True
     ) -> StepFigures | None:
         """Start the collective of this step, and return the figures of the previous step. All ranks must call it.
 
-        ``loss`` is a scalar, None on ranks that have none. ``grad_norm`` is equal on all ranks. ``answered`` says on
-        rank 0 whether the outcome of the pending update is known, and ``ready`` whether this rank has its kernels.
+        ``loss`` is a scalar, None on ranks that have none. ``grad_norm`` is equal on all ranks. ``ready`` says
+        whether this rank has its kernels.
         """
         arrived = self.drain()
         values = torch.zeros(_SUM, dtype=torch.float64, device=self.device)
@@ -165,8 +158,6 @@ class StepReport:
             scalar = loss.detach().double().reshape(())
             values[_LOSS], values[_RANKS] = scalar, 1.0
             values[_BROKEN] += ~scalar.isfinite()
-        if answered:
-            values[_ANSWERED] = 1.0
         if not ready:
             values[_WAITING] = 1.0
         news = None if self.news is None else self.news()
@@ -212,7 +203,6 @@ class StepReport:
             loss,
             norm if norm is not None and math.isfinite(norm) else None,
             broken=sums[_BROKEN] > 0,
-            answered=sums[_ANSWERED] > 0,
             ready=sums[_WAITING] == 0,
             account={name: value for name, value in account if math.isfinite(value)},
         )

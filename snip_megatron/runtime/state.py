@@ -103,8 +103,11 @@ class ControllerState(JsonFields):
         with located("SNIP state in the checkpoint"):
             body = read_object(content)
             check_schema(body, STATE_SCHEMA)
-            unread = "schema", "goal"  # the latter: of earlier commits
-            return cls.from_dict({name: value for name, value in body.items() if name not in unread}, "state")
+            for name in ("schema", "goal", "answered"):  # "goal" and "answered" are of earlier commits
+                for part in (body, body.get("in_flight")):
+                    if isinstance(part, dict):
+                        part.pop(name, None)
+            return cls.from_dict(body, "state")
 
 
 # -- maps that depend on time ----------------------------------------------------------------------------------------

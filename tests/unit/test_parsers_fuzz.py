@@ -68,7 +68,7 @@ def state() -> bytes:
     return ControllerState(
         precision_map=MAP, version=2, pending=Pending(7, 9, 2, TABLE), grad_norm=0.5, plan=PLAN,
         sequences=2, postponed=9, guard=GuardState((3.0,), bar=1.0, good=MAP), alarm=Alarm(7, "spike", 9.0, 4.0),
-        in_flight=StepFigures(6, 3.0, 0.5, answered=True),
+        in_flight=StepFigures(6, 3.0, 0.5),
         spent=BudgetSpent(0, steps=7, shares=3.5, times=6.0, last=20),
     ).to_bytes()  # fmt: skip
 

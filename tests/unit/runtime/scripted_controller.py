@@ -69,9 +69,6 @@ class Script:
 
     def receive_results(self, step: int) -> None: ...
 
-    def answered(self, version: int) -> bool:
-        return True
-
     def decision(self, step: int, version: int) -> Answer:
         return self.answers[version].pop(0)
 
