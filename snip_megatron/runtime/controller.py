@@ -87,7 +87,7 @@ class Controller:
         self._fp4_shares: dict[int, float] = {}  # of the steps whose loss has not arrived yet
         self._bound = bound_of(self.config)
         self._started = self._user_failed = False
-        self._first_step = self._next_step = 0
+        self._next_step = 0
         self._replay_steps: list[int] = []
         self.state = ControllerState() if restored is None else restored
         self._schedule = ScheduleState(self.state, self.timeline, self._fp4_share_of)
@@ -140,10 +140,7 @@ class Controller:
         self.state.grad_norm = grad_norm if is_finite(grad_norm) else None
         self._fp4_shares[step] = self._fp4_share
         self._schedule.spent.add(self._fp4_share, self.registry.current)
-        ready = self.kernels is None or self.kernels.finish(0.0)
-        figures = self._report.exchange(step, loss, grad_norm, ready=ready)
-        if figures is not None and figures.ready and figures.step >= self._first_step:
-            self._use_kernels(step)
+        figures = self._report.exchange(step, loss, grad_norm)
         if figures is not None:
             self.state.alarm = self._guard.observe(figures, self.registry.current) or self.state.alarm
         self._metric(figures)
@@ -188,7 +185,7 @@ class Controller:
     # -- maps --------------------------------------------------------------------------------------------------
     def _start(self, step: int) -> None:
         """Prepare the first step of this process: the initial map, the steps of a replay, a restored update."""
-        self._started, self._next_step, self._first_step = True, step, step
+        self._started, self._next_step = True, step
         if self.config.replay is not None:
             steps = sorted(self.coordinator.replay) if self.coordinator else []
             self._replay_steps = [s for s in self._channel.agree(steps) if s > step]
@@ -208,22 +205,20 @@ class Controller:
             self._submit(pending)
         started = time.perf_counter()
         if self.kernels is not None and self.kernels.begin():
-            self._use_kernels(step, started)
+            self._use_kernels(step, self.kernels, started)
 
-    def _has_kernels(self) -> bool:
+    def _has_kernels(self, step: int) -> bool:
         """Return whether all ranks have their kernels. ``--snip-wait`` waits for them as for maps. Collective."""
-        if not self._kernels_ready and self.kernels is not None and self.config.wait:
+        if not self._kernels_ready and self.kernels is not None:
             started = time.perf_counter()
             if not is_true_on_any(not self.kernels.finish(self.config.wait), self.device):
-                self._use_kernels(self._next_step, started)
+                self._use_kernels(step, self.kernels, started)
         return self._kernels_ready
 
-    def _use_kernels(self, step: int, started: float | None = None) -> None:
-        """Begin to use the kernels, which all ranks have. Training has waited for them since ``started``."""
-        if self._kernels_ready or self.kernels is None:
-            return
-        self._kernels_ready, started = True, time.perf_counter() if started is None else started
-        figures = self.kernels.complete()
+    def _use_kernels(self, step: int, kernels: WarmUp, started: float) -> None:
+        """Begin to use the kernels, which all ranks have. Training has waited since ``started``. Collective."""
+        self._kernels_ready = True
+        figures = kernels.complete()
         if figures:
             self._event(step, "compile", **figures, wait_s=_since(started))
 
@@ -277,7 +272,7 @@ class Controller:
         """
         started = time.perf_counter()
         candidates, coordinator = None, self.coordinator
-        if self._has_kernels():
+        if self._has_kernels(step):
             candidates = self._channel.agree(coordinator.decision(step, pending.version) if coordinator else None)
         if candidates is None:
             pending.due = step + self.config.lag
@@ -380,6 +375,8 @@ class Controller:
         started = time.perf_counter() if started is None else started
         if self.kernels is not None and not self._kernels_ready:  # of a replay, a later phase, or a start
             self.kernels.finish()
+            self._use_kernels(step, self.kernels, started)
+            started = time.perf_counter()
         changed = self._changed(new)
         self.registry.adopt(new)
         self.state.precision_map = new
@@ -427,7 +424,7 @@ class Controller:
         is_retry, backs_off = state.postponed in steps, state.failures >= _PATIENCE and state.postponed is not None
         if not (is_retry or (any(map(self.config.is_update_step, steps)) and not backs_off)):
             return
-        if self._has_kernels():
+        if self._has_kernels(step):
             state.postponed = None
             self._start_update(step, probe)
         else:

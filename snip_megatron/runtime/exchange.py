@@ -103,7 +103,7 @@ class MapChannel:
 
 # -- figures of a step ---------------------------------------------------------------------------------------------
 # Places in the summed tensor, and their number.
-_LOSS, _RANKS, _BROKEN, _WAITING, _STEP_S, _SPEEDUP, _SAVED_H, _SUM = range(8)
+_LOSS, _RANKS, _BROKEN, _STEP_S, _SPEEDUP, _SAVED_H, _SUM = range(7)
 _ACCOUNT = ("step_s", "speedup", "saved_h")
 
 News = Callable[[], Mapping[str, float] | None]
@@ -118,7 +118,6 @@ class StepFigures(JsonFields):
     loss: float | None  # mean loss over the ranks that have it. None if no rank has it or it is not finite
     grad_norm: float | None  # gradient norm before clipping. None if it is unknown or not finite
     broken: bool = False  # whether the loss or the gradient norm was NaN or Inf on any rank
-    ready: bool = True  # whether all ranks had their kernels
     # rank 0's figures about the speed of the run, at the steps that have new ones: ``step_s``, and if they are known
     # ``speedup`` over bf16 and ``saved_h``, the hours saved so far
     account: Mapping[str, float] = field(default_factory=dict)
@@ -142,13 +141,10 @@ class StepReport:
         on_gpu = self.device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
 
-    def exchange(
-        self, step: int, loss: torch.Tensor | None, grad_norm: float | None, *, ready: bool = True
-    ) -> StepFigures | None:
+    def exchange(self, step: int, loss: torch.Tensor | None, grad_norm: float | None) -> StepFigures | None:
         """Start the collective of this step, and return the figures of the previous step. All ranks must call it.
 
-        ``loss`` is a scalar, None on ranks that have none. ``grad_norm`` is equal on all ranks. ``ready`` says
-        whether this rank has its kernels.
+        ``loss`` is a scalar, None on ranks that have none. ``grad_norm`` is equal on all ranks.
         """
         arrived = self.drain()
         values = torch.zeros(_SUM, dtype=torch.float64, device=self.device)
@@ -158,8 +154,6 @@ class StepReport:
             scalar = loss.detach().double().reshape(())
             values[_LOSS], values[_RANKS] = scalar, 1.0
             values[_BROKEN] += ~scalar.isfinite()
-        if not ready:
-            values[_WAITING] = 1.0
         news = None if self.news is None else self.news()
         if news is not None:
             figures = [news.get(name, math.nan) for name in _ACCOUNT]
@@ -203,7 +197,6 @@ class StepReport:
             loss,
             norm if norm is not None and math.isfinite(norm) else None,
             broken=sums[_BROKEN] > 0,
-            ready=sums[_WAITING] == 0,
             account={name: value for name, value in account if math.isfinite(value)},
         )
 

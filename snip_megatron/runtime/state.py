@@ -103,7 +103,7 @@ class ControllerState(JsonFields):
         with located("SNIP state in the checkpoint"):
             body = read_object(content)
             check_schema(body, STATE_SCHEMA)
-            for name in ("schema", "goal", "answered"):  # "goal" and "answered" are of earlier commits
+            for name in ("schema", "goal", "answered", "ready"):  # all but the schema are of earlier commits
                 for part in (body, body.get("in_flight")):
                     if isinstance(part, dict):
                         part.pop(name, None)

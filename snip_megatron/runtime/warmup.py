@@ -111,8 +111,8 @@ class WarmUp:
             lost = f"{compilation.remaining} of {compilation.kernels} kernels of rank {rank()}"
             line = f"processes that compile kernels died or hung: {lost} are compiled at their first launch"
             print(f"snip: {line}", flush=True)
-        if compilation.seconds:
-            _say(f"{compilation.kernels} kernels are compiled after {compilation.seconds:.0f} s")
+        if compilation.processes:
+            _say(f"{compilation.kernels} kernels are compiled")
         if self._cpp_replay:
             _say(launch_from_cpp(self.registry.context.backend, self._replayed_formats))
         return {name: getattr(compilation, name) for name in ("kernels", "compiled", "processes")}

@@ -124,10 +124,9 @@ class Compilation:
         self.kernels, self.processes = len(kernels), 0
         self.compiled = 0  # kernels that the processes have compiled so far
         self.remaining = 0  # kernels that will be compiled at their first launch. It is 0 while processes run
-        self.seconds = 0.0  # time from the start of the processes to their end, 0 if none was started
         share_cache()
         self._done = _done_file([kernel for kernel in kernels if isinstance(kernel, str)], target, replays=replays)
-        self._started = self._last_progress = time.monotonic()
+        self._last_progress = time.monotonic()
         self._patience = patience
         self._process: subprocess.Popen[bytes] | None = None
         # A source of DeepGEMM is listed only until it is compiled.
@@ -160,7 +159,7 @@ class Compilation:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
         self._process = None
-        self.remaining, self.seconds = self.kernels - self.compiled, time.monotonic() - self._started
+        self.remaining = self.kernels - self.compiled
         if not self.remaining:
             self._done.parent.mkdir(parents=True, exist_ok=True)
             self._done.touch()
