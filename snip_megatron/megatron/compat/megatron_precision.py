@@ -5,8 +5,7 @@ Megatron and Transformer Engine then train in BF16. Megatron Bridge's configurat
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,11 +16,9 @@ from torch import Tensor
 from snip_megatron.megatron.compat.graphs import let_graphs_hold_experts
 from snip_megatron.megatron.startup import say
 from snip_megatron.numerics.products.host_recipe import HostRecipe
-from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.precision.recipes import is_recipe_file
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.options import given_options, parse_pins
+from snip_megatron.runtime.options import given_options
 
 RECIPES: dict[str, tuple[str, ...]] = {
     "delayed": ("fp8_tensor",),
@@ -52,8 +49,9 @@ Delayed wgrads stay, but beside CUDA graphs only where :func:`may_delay_wgrads` 
 ``main_grad``, which has a fixed address. ``moe_paged_stash``, ``moe_ncclep_*`` and ``moe_expert_rank_capacity_factor``
 serve fused operations, whose buffers of tokens have a fixed size. Megatron runs a step again without that bound if its
 tokens do not fit, so that training is the same without it. Only 0.19's backend ncclep needs the bound. Experts that
-share one parameter run inside Transformer Engine only: each gets a weight of its own, unless all stay in bf16
-(:func:`settings_of_experts`). Grouped tensors of rows (``moe_use_grouped_tensor``) go with the op fuser alone.
+share one parameter run inside Transformer Engine only: each gets a weight of its own, unless ``--snip-policy bf16``
+keeps all in bf16 (:func:`settings_of_experts`). Grouped tensors of rows (``moe_use_grouped_tensor``) go with the op
+fuser alone.
 """
 _SINGLE = ("moe_single_grouped_weight", "moe_single_grouped_bias")
 
@@ -93,22 +91,11 @@ def switch_off(settings: Any, unchanged: frozenset[str] = frozenset()) -> tuple[
 
 
 def settings_of_experts(args: argparse.Namespace) -> frozenset[str]:
-    """Return the settings that stay if Transformer Engine alone ever runs the linears of experts: all stay in bf16."""
-    alone = getattr(args, "moe_use_grouped_tensor", False) and not args.use_transformer_engine_op_fuser
-    if not (alone and any(getattr(args, name) for name in _SINGLE)) or args.snip_blame is not None:
-        return frozenset()
+    """Return the settings that stay if Transformer Engine alone ever runs the linears of experts."""
     options = given_options(args, SnipConfig)
-    if "map" in options and not is_recipe_file(options["map"]):
-        formats: Mapping[str, Format] = PrecisionMap.load(options["map"], "--snip-map").choices
-    else:
-        usual = Format.BF16 if options.get("policy") == "bf16" and "map" not in options else Format.FP8
-        names = (f"decoder.layers.{at}.mlp.experts.linear_fc" for at in range(args.num_layers))
-        formats = {f"{name}{i}": usual for name in names for i in (1, 2)}
-    for name, fmt in formats.items():
-        pins = [pinned for glob, pinned in parse_pins(options.get("pin", ())) if fnmatchcase(name, glob)]
-        if ".experts." in name and Format([fmt.value, *pins][-1]) is not Format.BF16:
-            return frozenset()
-    return frozenset(_SINGLE)
+    all_bf16 = options.get("policy") == "bf16" and not options.keys() & {"map", "pin"} and args.snip_blame is None
+    grouped = getattr(args, "moe_use_grouped_tensor", False) and not args.use_transformer_engine_op_fuser
+    return frozenset(_SINGLE if all_bf16 and grouped else ())
 
 
 def separate_experts(args: argparse.Namespace) -> str:

@@ -1,10 +1,7 @@
 """Megatron's own FP8 and FP4 beside ``--snip``: what is switched off, and which formats their recipes stand for."""
 
 import argparse
-import json
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
 from llama_arguments import DEFAULTS, megatron_parser
@@ -45,37 +42,22 @@ def test_the_recipe_names_the_candidates(
 
 
 SINGLE = ("moe_single_grouped_weight", "moe_single_grouped_bias")
-QUANTIZED = {"schema": "snip.map/1", "choices": {"decoder.layers.1.mlp.experts.linear_fc1:dgrad": "fp8"}}
-DENSE = {"schema": "snip.map/1", "choices": {"decoder.layers.1.mlp.linear_fc1": "fp8"}}
 
 
 @pytest.mark.skipif("moe_use_grouped_tensor" not in DEFAULTS, reason="Megatron 0.19 has them in its op fuser only")
 @pytest.mark.parametrize(
-    ("options", "of_map", "rows", "weights"),
+    ("options", "rows", "weights"),
     [
-        ("", None, True, False),
-        ("--snip-policy bf16", None, True, True),
-        ("--snip-policy bf16 --snip-pin *.linear_fc1=fp8", None, True, False),
-        ("--snip-pin *.experts.*=bf16", None, True, True),
-        ("--snip-pin *.experts.*=bf16 --snip-pin *.1.*linear_fc2=fp8", None, True, False),
-        ("--snip-policy bf16 --use-transformer-engine-op-fuser", None, False, False),  # no other code than its fuser
-        ("--snip-blame 7", DENSE, True, False),
-        ("", DENSE, True, True),
-        ("", QUANTIZED, True, False),
+        ("", True, False),
+        ("--snip-policy bf16", True, True),
+        ("--snip-policy bf16 --snip-pin *.linear_fc1=fp8", True, False),
+        ("--snip-policy bf16 --use-transformer-engine-op-fuser", False, False),  # no other code than its fuser
     ],
 )
-def test_experts_share_a_parameter_where_the_map_leaves_them_alone(
-    options: str,
-    of_map: dict[str, Any] | None,
-    rows: bool,
-    weights: bool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_experts_share_a_parameter_where_all_linears_stay_in_bf16(
+    options: str, rows: bool, weights: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = shlex.split(f"--snip --num-layers 2 --moe-use-grouped-tensor {options}")
-    if of_map is not None:
-        (tmp_path / "map.json").write_text(json.dumps(of_map))
-        words += ["--snip-map", str(tmp_path / "map.json")]
     flags = [f"--{name.replace('_', '-')}" for name in SINGLE]
     args = let_snip_choose(add_arguments(megatron_parser())).parse_args([*words, *flags])
     assert args.moe_use_grouped_tensor is rows
