@@ -13,6 +13,7 @@ each, and on one GPU, Megatron still starts a gather and a reduction over one ra
 nothing, and asks every parameter whether it is quantised.
 """
 
+import functools
 import inspect
 import operator
 import weakref
@@ -303,9 +304,8 @@ def lighten_buckets(chunks: Sequence[torch.nn.Module]) -> None:
                     group._post_param_sync = nothing
 
 
+@functools.cache
 def _skip_collectives_of_one() -> None:
-    if hasattr(buffers, "snip_skips"):
-        return
     coalesce = buffers._coalescing_manager
 
     @contextmanager
@@ -319,7 +319,6 @@ def _skip_collectives_of_one() -> None:
     buffers._coalescing_manager = coalescing_manager
     for name in _COLLECTIVES:
         setattr(buffers, name, _unless_alone(getattr(buffers, name)))
-    buffers.snip_skips = True
 
 
 def _unless_alone(collective: Any) -> Any:

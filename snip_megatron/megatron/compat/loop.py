@@ -16,12 +16,7 @@ import numpy as np
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
-from megatron.core.rerun_state_machine import (
-    RerunDataIterator,
-    RerunMode,
-    RerunStateMachine,
-    get_rerun_state_machine,
-)
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunStateMachine, get_rerun_state_machine
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from megatron.training import global_vars
 

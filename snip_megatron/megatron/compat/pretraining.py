@@ -88,11 +88,7 @@ def _start(args: argparse.Namespace, **parameters: Any) -> None:
 
 
 def pretrain(
-    args: argparse.Namespace,
-    model: Any,
-    *,
-    provide_datasets: Callable[..., Any],
-    forward_step: Callable[..., Any],
+    args: argparse.Namespace, model: Any, *, provide_datasets: Callable[..., Any], forward_step: Callable[..., Any]
 ) -> None:
     """Run Megatron's training loop.
 
