@@ -162,8 +162,7 @@ def prepare(startup: Startup) -> None:
 
     ``startup`` is the result of :func:`snip_megatron.megatron.startup.prepare`, which precedes the import of Megatron.
     """
-    for line in bridge_compat.apply(startup):
-        say(line, "compat")
+    bridge_compat.apply(startup)
 
 
 class _BridgeRun(SnipRun):

@@ -75,7 +75,7 @@ class GraphedRun:
         if self._graphs.may_hold_experts:
             self._layers = [m for chunk in model for m in chunk.modules() if _experts_of(m) is not None]
             self._whole = [False] * len(self._layers)
-        firsts = [linear.snip_experts[0] for layer in self._layers for linear in _linears_of(_experts_of(layer))]
+        firsts = [linear.snip for layer in self._layers for linear in _linears_of(_experts_of(layer))]
         linears = [*self._graphed, *firsts]  # one state serves all experts
         chunk_of = {id(parameter): i for i, chunk in enumerate(model) for parameter in chunk.parameters()}
         chunks = [chunk_of[id(linear.weight)] for linear in linears]
@@ -119,8 +119,7 @@ class GraphedRun:
         self._graphs.hold(self._layers, self._whole)
         for layer, is_whole in zip(self._layers, self._whole, strict=True):
             for linear in _linears_of(_experts_of(layer)):
-                first = linear.snip_experts[0]
-                first.state.graphed = self._experts[first] if is_whole else None
+                linear.snip.state.graphed = self._experts[linear.snip] if is_whole else None
         why = next((f": {reason}" for reason in reasons if reason is not None), "")
         line = f"CUDA graphs hold the experts of {sum(self._whole)} of {len(self._layers)} layers{why}"
         if line != self._line:

@@ -34,19 +34,19 @@ from snip_megatron.numerics.products.grouped import DeviceRows, GroupRows, group
 from snip_megatron.numerics.products.grouped_hopper import stacked
 
 
-def run_delayed_wgrad(module: Any, handle: LinearHandle) -> bool:
-    """Run the delayed wgrad of the earliest backward of a linear, and report it to DDP.
+class _Quantized(StockState):
+    snip: LinearHandle  # the linear, or that of the first expert
 
-    Returns False and does nothing if that backward was Transformer Engine's own.
-    """
-    if not handle.state.delayed:
-        return False
-    handle.state.delayed.popleft()()
-    module._trigger_wgrad_accumulation_and_reduce_hooks()
-    return True
+    def backward_dw(self: Any) -> None:
+        """Run the wgrad of the earliest backward that delayed it (``--delay-wgrad-compute``), and report it to DDP."""
+        if not self.snip.state.delayed:  # that backward was Transformer Engine's own
+            super().backward_dw()  # type: ignore[misc]
+            return
+        self.snip.state.delayed.popleft()()
+        self._trigger_wgrad_accumulation_and_reduce_hooks()
 
 
-class _QuantizedForward(StockState):
+class _QuantizedForward(_Quantized):
     """Runs the GEMMs in the formats of the precision map. With three bf16 GEMMs, Transformer Engine's own code runs.
 
     Attributes of Transformer Engine that are read here:
@@ -56,8 +56,6 @@ class _QuantizedForward(StockState):
         sequence_parallel: Whether tokens are sharded and ``tp_size`` is not 1.
         apply_bias: Whether the linear adds its bias itself.
     """
-
-    snip: LinearHandle
 
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.snip.is_stock:
@@ -86,11 +84,6 @@ class _QuantizedForward(StockState):
     def _input(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def backward_dw(self: Any) -> None:
-        """Run the wgrad of the earliest backward that delayed it (``--delay-wgrad-compute``)."""
-        if not run_delayed_wgrad(self, self.snip):
-            super().backward_dw()  # type: ignore[misc]
-
 
 class SnipTELinear(_QuantizedForward, TELinear):  # type: ignore[misc]
     """A linear that is replicated on tensor parallel ranks, or whose input and output other modules exchange."""
@@ -118,24 +111,28 @@ class SnipTELayerNormColumnParallelLinearGathered(
     """A norm and a linear in place of a whole attention or MLP, in heterogeneous layers."""
 
 
-class _GroupedForward(StockState):
+class _GroupedForward(_Quantized):
     """Runs the GEMMs in the formats of the precision map. With three bf16 GEMMs, Transformer Engine's own code runs."""
 
     snip_experts: list[LinearHandle]  # the linears of this rank's experts
     # callback that reports complete wgrads to DDP. None if autograd reports them
     on_wgrad_complete: Callable[[], None] | None = None
 
+    @property
+    def snip(self) -> LinearHandle:  # type: ignore[override]
+        return self.snip_experts[0]
+
     def forward(self: Any, x: Tensor | None, m_splits: Any) -> tuple[Tensor | GroupedCall, list[Tensor] | None]:
         """Return Y and its biases.
 
         If ``x`` is None, a call for an MLP is returned in place of Y. It starts with the last expert if ``m_splits``.
         """
-        if self.snip_experts[0].is_stock:
-            spans, forward = self.snip_experts[0].state.spans, super().forward  # type: ignore[misc]
+        if self.snip.is_stock:
+            spans, forward = self.snip.state.spans, super().forward  # type: ignore[misc]
             return forward(x, m_splits) if spans is None else spans.run(forward, x, m_splits)  # type: ignore[no-any-return]
-        if self.snip_experts[0].runs_recipe:
+        if self.snip.runs_recipe:
             weights = [handle.weight for handle in self.snip_experts]
-            return forward_under(self, self.snip_experts[0], weights, super().forward, x, m_splits)  # type: ignore[misc,no-any-return]
+            return forward_under(self, self.snip, weights, super().forward, x, m_splits)  # type: ignore[misc,no-any-return]
         self.is_first_microbatch = False  # as after a forward of the stock class
         backwards = m_splits.backwards if isinstance(m_splits, GroupRows) else x is None and m_splits
         order = slice(None, None, -1 if backwards else 1)
@@ -148,11 +145,6 @@ class _GroupedForward(StockState):
         if self.apply_bias:
             y = y + torch.cat([bias.expand(count, -1) for bias, count in zip(biases, m_splits, strict=True)])
         return y, biases if self.te_return_bias else None
-
-    def backward_dw(self: Any) -> None:
-        """Tell DDP that the wgrads of the earliest backward have run (``--delay-wgrad-compute``)."""
-        if not run_delayed_wgrad(self, self.snip_experts[0]):
-            super().backward_dw()  # type: ignore[misc]
 
 
 class SnipTEColumnParallelGroupedLinear(_GroupedForward, TEColumnParallelGroupedLinear):  # type: ignore[misc]
@@ -179,7 +171,7 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
 
         Returns whether it takes these numbers on the device, so that the host need not wait for them.
         """
-        if self.linear_fc1.snip_experts[0].context.fsdp_sharded:  # the weights are not there yet
+        if self.linear_fc1.snip.context.fsdp_sharded:  # the weights are not there yet
             return False
         self.__dict__["snip_prepared"] = *_, on_device = self._snip_prepared()
         return on_device
@@ -188,7 +180,7 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         """Return whether rows are padded, whether the last expert comes first, the calls of fused linears, and whether
         these take the numbers of rows on the device.
         """
-        fc1, fc2 = (linear.snip_experts[0] for linear in (self.linear_fc1, self.linear_fc2))
+        fc1, fc2 = self.linear_fc1.snip, self.linear_fc2.snip
         quantized = [fc for fc in (fc1, fc2) if not fc.is_stock]
         if not any(fc.runs_recipe or grouped_products(fc).pads for fc in quantized):
             return False, False, [], False  # all quantisers of Transformer Engine need padding
@@ -206,11 +198,11 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         In a graph, everything between the router and the sum over experts is a function of tensors on the device.
         """
         linears = self.linear_fc1, self.linear_fc2
-        fc1, fc2 = (linear.snip_experts[0] for linear in linears)
+        fc1, fc2 = (linear.snip for linear in linears)
         if fc1.is_stock or fc2.is_stock:
             return f"{fc1.name} is in bf16"
         for linear in linears:
-            handle, weights = linear.snip_experts[0], [each.weight for each in linear.snip_experts]
+            handle, weights = linear.snip, [each.weight for each in linear.snip_experts]
             if not grouped_products(handle).takes_device_rows(handle.formats):
                 formats = ", ".join(each.value for each in handle.formats)
                 return f"{handle.name} in {formats} runs expert by expert"
@@ -228,7 +220,7 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         padded, backwards, calls, on_device = self.__dict__.pop("snip_prepared", None) or self._snip_prepared()
         if self.snip_grouped_tensors:  # Transformer Engine's own code takes the numbers of rows on the device
             linears = self.linear_fc1, self.linear_fc2
-            self._use_grouped_tensor = all(linear.snip_experts[0].is_stock for linear in linears)
+            self._use_grouped_tensor = all(linear.snip.is_stock for linear in linears)
             for linear in linears:
                 linear.use_grouped_tensor = self._use_grouped_tensor
         if not padded:

@@ -52,13 +52,11 @@ def let_snip_choose(container: Any) -> None:
             say(line)
 
 
-def apply(startup: Startup) -> list[str]:
-    """Apply the compat sets to Bridge's own start code. Returns one line per set, to be printed."""
-    lines = []
+def apply(startup: Startup) -> None:
+    """Apply the compat sets to Bridge's own start code, and print one line per set."""
     if startup.allows("dataset-helpers") and patches.dataset_helpers_are_prebuilt():
         initialize.compile_helpers = nothing
-        lines.append(f"dataset-helpers: {patches.PREBUILT}")
+        say(f"dataset-helpers: {patches.PREBUILT}", "compat")
     if startup.on_cpu:
         patches.patch_for_cpu(setup)
-        lines.append("cpu: CUDA calls answered by the CPU, no warm-up of fused kernels")
-    return lines
+        say("cpu: CUDA calls answered by the CPU, no warm-up of fused kernels", "compat")

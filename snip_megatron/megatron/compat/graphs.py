@@ -119,12 +119,11 @@ class Graphs:
     """Base class of the graphs of one implementation in this process.
 
     ``accumulating`` returns the weights whose captured backward adds to ``main_grad`` itself, and returns a dummy
-    gradient to autograd. ``experts`` says whether graphs may hold routed experts, see :meth:`hold`. ``seconds`` are
-    those of the captures since the last call of :meth:`take_seconds`.
+    gradient to autograd. ``experts`` says whether graphs may hold routed experts, see :meth:`hold`.
     """
 
     def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]], *, experts: bool = False) -> None:
-        self.seconds = 0.0
+        self.seconds = 0.0  # of the captures since the last call of :meth:`take_seconds`
         self._accumulating = accumulating
         self.may_hold_experts = experts
         self._again = False  # whether the next capture replaces graphs
