@@ -12,9 +12,8 @@ from snip_megatron import __version__
 from snip_megatron.precision import Gemm, LinearId
 from snip_megatron.reporting.pages import page_template, template_text
 from snip_megatron.runtime.storage import deliver
-from snip_megatron.sensitivity.blame import BUG, PASSES, ROUNDING, UNFINISHED, Blame
+from snip_megatron.sensitivity.blame import PASSES, Blame
 
-_TITLES = {BUG: "A bug", ROUNDING: "Rounding", UNFINISHED: "Unfinished"}
 _PASSES = {"bf16": "bf16", "reference": "exact formats", "kernels": "kernels"}
 _CELL, _HEIGHT, _LEFT, _TOP, _GAP = 18, 13, 30, 54, 5
 """Width and height of a cell of the grid, room for the layers' numbers and for the linears' names, gap between
@@ -33,8 +32,8 @@ def blame_page(blame: Blame) -> str:
         style=Markup(template_text("report.css")),
         blame=blame,
         reason=blame.reason if "." in blame.reason.partition(" ")[0] else blame.reason[:1].upper() + blame.reason[1:],
-        title=f"Step {blame.step}: {_TITLES.get(blame.verdict, 'not precision').lower()}",
-        verdict=_TITLES.get(blame.verdict, "Not precision"),
+        title=f"Step {blame.step}: {blame.title}",
+        verdict=blame.title.capitalize(),
         passes=[(_PASSES[name], blame.passes[name]) for name in PASSES if name in blame.passes],
         grid=_grid(blame),
         thresholds=blame.thresholds or {},

@@ -97,15 +97,13 @@ def _rise(run: RunData) -> Check:
 
     figures = [(adoption.figure("measured_rise"), adoption.figure("predicted_rise")) for adoption in measured]
     pairs = np.array([pair for pair in figures if None not in pair], dtype=float)
-    several = len(pairs) >= _SEVERAL
-    if several:
+    exceeds = False
+    if len(pairs) >= _SEVERAL:
         (rise, predicted), error = pairs.mean(axis=0), pairs[:, 0].std(ddof=1) / len(pairs) ** 0.5
+        exceeds = bool(rise - 2 * error > _MANY * predicted > 0)
         text += f"; {len(pairs)} maps: {rise:.2g} ± {error:.1g}, predicted {predicted:.2g}"
-    exceeds = predicted is not None and rise - 2 * error > _MANY * predicted > 0
-    if exceeds and predicted:
-        text += f", {rise / predicted:.0f} times the prediction"
-        text += "" if several else "; the next maps tell whether predictions are too low"
-    return Check("Rise of the loss", text, within and not (exceeds and several))
+        text += f", {rise / predicted:.0f} times the prediction" if exceeds else ""
+    return Check("Rise of the loss", text, within and not exceeds)
 
 
 def _records(run: RunData) -> Check:

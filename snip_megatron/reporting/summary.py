@@ -298,7 +298,7 @@ def _loss_cost(run: RunData) -> LossCost | None:
     if plans and backward:
         at_end = math.fsum(phase.precision_map.objective or 0.0 for phase in plans[-1].phases)
     return LossCost(
-        last.version, nats, low, high, backward, _measured_rise(run, last.step), steps, at_end, run.bound,
+        last.version, nats, low, high, backward, _validation_rise(run, last.step), steps, at_end, run.bound,
         _bf16_loss(run, nats), last.figure("measured_rise"), last.figure("measured_error"),
     )  # fmt: skip
 
@@ -309,7 +309,7 @@ def _sum_of_scores(precision_map: PrecisionMap, scores: Mapping[str, Any], name:
     return math.fsum(number(score.get(name)) or 0.0 for score in chosen if isinstance(score, Mapping))
 
 
-def _measured_rise(run: RunData, since: int) -> float | None:
+def _validation_rise(run: RunData, since: int) -> float | None:
     """Return the latest validation loss in the map's formats minus that in bf16.
 
     None unless the latest validation after step ``since`` was in both.

@@ -180,6 +180,11 @@ class Blame(JsonFields):
             return cls.from_dict(body, "blame")
 
     @property
+    def title(self) -> str:
+        """The verdict in words."""
+        return {BUG: "a bug", NOT_PRECISION: "not precision"}.get(self.verdict, self.verdict)
+
+    @property
     def ran(self) -> str:
         """What the passes ran, in words."""
         count = f"{self.microbatches} of {self.step_microbatches} microbatches a rank of step {self.step}"
@@ -188,8 +193,7 @@ class Blame(JsonFields):
 
     def text(self) -> str:
         """Return the verdict as a page of text."""
-        title = {BUG: "a bug", NOT_PRECISION: "not precision"}.get(self.verdict, self.verdict)
-        lines = [f"step {self.step}: {title}", f"  {self.reason}"]
+        lines = [f"step {self.step}: {self.title}", f"  {self.reason}"]
         if self.microbatches:
             lines.append(f"  {self.ran}")
         for name in PASSES:

@@ -11,7 +11,7 @@ import argparse
 import importlib.util
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,10 +65,6 @@ CONFIGURATIONS = {
     "70b": Configuration("Llama 3 70B", "llama-70b", 8, 4, 2, 8192, 1, 512, 15e12, 1.5e-4),
     "70b-pp8": Configuration("Llama 3 70B", "llama-70b", 8, 8, 1, 8192, 1, 512, 15e12, 1.5e-4),
 }
-#: Fields of a configuration that arguments of ``snip launch`` replace.
-_CHANGES = (
-    "model", "tp", "pp", "nodes", "gpus_per_node", "seq_length", "micro_batch_size", "global_batch_size", "recompute",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -307,7 +303,7 @@ def run(args: argparse.Namespace) -> int:
         smoke=args.smoke,
         cpu=args.cpu,
         extra=args.extra,
-        **{name: getattr(args, name) for name in _CHANGES} | alone,
+        **{field.name: getattr(args, field.name, None) for field in fields(Configuration)} | alone,
     )
     if args.hardware:
         print(job.nodes, job.configuration.gpus_per_node)

@@ -86,7 +86,13 @@ def run(args: argparse.Namespace) -> int:
     check_folder("--json", args.json)
     model = load_cost_model(args.timings)
     options = given_arguments(args.megatron or ()) | given_options(args, SnipConfig, "", _TRAINING_OPTIONS)
-    training = Training(_named_layout(args)) if args.megatron is None else _check_training(args)
+    if args.megatron is None:
+        training = Training(_named_layout(args))
+    else:
+        for name in ("model", *_SIZES, *_FLAGS):
+            if getattr(args, name.replace("-", "_")):
+                raise SnipError(f"--{name} cannot be combined with --megatron, whose arguments say it")
+        training = training_of(args.megatron, args.gpus or 8, args.vocab_size)
     assert isinstance(training.layout, Layout)
     config = parse_config(options, model, has_end=training.train_iters is not None, recipe=training.recipe)
     links = Links(args.gpus_per_node, args.node_bandwidth * 1e9, args.network_bandwidth * 1e9)
@@ -121,14 +127,6 @@ def _named_layout(args: argparse.Namespace) -> Layout:
         recompute=args.recompute or "none",
         distributed_optimizer=not args.no_distributed_optimizer,
     ).checked()
-
-
-def _check_training(args: argparse.Namespace) -> Training:
-    """Let Megatron read the arguments of a training, and return it with the layout of the model that it builds."""
-    for name in ("model", *_SIZES, *_FLAGS):
-        if getattr(args, name.replace("-", "_")):
-            raise SnipError(f"--{name} cannot be combined with --megatron, whose arguments say it")
-    return training_of(args.megatron, args.gpus or 8, args.vocab_size)
 
 
 def training_of(words: Sequence[str], ranks: int, vocabulary: int | None = None) -> Training:

@@ -73,7 +73,7 @@ def test_a_measured_rise_stands_beside_its_prediction_and_its_bound(tmp_path: Pa
 @pytest.mark.parametrize(
     ("measured", "last", "healthy"),
     [
-        ([0.0009], "9 times the prediction; the next maps tell whether predictions are too low", True),
+        ([0.0009], "as measured, predicted 0.0001", True),
         ([0.0009, 0.0011, 0.001], "; 3 maps: 0.001 ± 6e-05, predicted 0.0001, 10 times the prediction", False),
         ([0.0009, -0.0008, 0.0003], "; 3 maps: 0.00013 ± 0.0005, predicted 0.0001", True),  # of either sign
     ],
