@@ -1,4 +1,4 @@
-"""What the folders under tests/ mean: marker, who runs beside whom; warm ranks; groups of one; property tests."""
+"""Markers and workers by folder, warm ranks, process groups of one rank, and settings of property tests."""
 
 import sys
 from collections.abc import Iterator

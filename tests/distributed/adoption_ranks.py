@@ -78,13 +78,13 @@ def a_plan() -> PrecisionPlan:
 
 
 def other_answers() -> dict[str, Any]:
-    """A replay's schedule, then no candidates, then a late answer."""
+    """Rank 0 sends a replay's schedule, then no candidates, then a late answer."""
     channel = MapChannel(NAMES, CPU)
     return {"values": [channel.agree(only_on_zero(value)) for value in ([3, 50, 2**40], [], None)]}
 
 
 def report() -> dict[str, Any]:
-    """Only the last rank sees a loss, as the last pipeline stage does; one step nobody does."""
+    """Only the last rank sees a loss, as the last pipeline stage does. In one step no rank sees one."""
     figures = StepReport(CPU)
     last = dist.get_rank() == dist.get_world_size() - 1
     calls: list[StepFigures | None] = []

@@ -85,7 +85,7 @@ def one_expert() -> None:
 
 
 def _change_parameters(change: Any) -> None:
-    """Of the built model, before SNIP sees it."""
+    """Change the parameters of the built model before SNIP sees it."""
     from snip_megatron.megatron import setup
 
     hook = setup.SnipRun.pre_wrap_hook
@@ -100,7 +100,7 @@ def _change_parameters(change: Any) -> None:
 
 
 def offload() -> None:
-    """Megatron's optimizer on the host, for which the parameters' shards are a GPU's."""
+    """Megatron's optimizer runs on the host, and takes the parameters' shards for tensors of a GPU."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     split, on_cpu = HybridDeviceOptimizer._get_sub_optimizer_param_groups, torch.Tensor.is_cuda
@@ -117,7 +117,7 @@ def offload() -> None:
 
 
 def mask() -> None:
-    """A loss mask that leaves out the first three quarters of every sequence, as of a prompt."""
+    """The loss mask leaves out the first three quarters of every sequence, as it leaves out a prompt."""
     from snip_megatron.megatron import entry
 
     genuine = entry.loss_function

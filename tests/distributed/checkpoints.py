@@ -7,11 +7,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-SNIP_KEY = "snip."  # our own object, which a run without SNIP has not
+SNIP_KEY = "snip."  # SNIP's own object, which a run without SNIP does not have
 
 
 def read_checkpoint(folder: Path, step: int) -> dict[str, Any]:
-    """Name -> tensor (whole, unsharded) or object; without the command line that Megatron keeps as well."""
+    """Return name -> whole tensor or object, without the command line that Megatron stores too."""
     path = folder / f"iter_{step:07d}"
     reader = dcp.FileSystemReader(path)
     state: dict[str, Any] = {}
@@ -27,7 +27,7 @@ def read_checkpoint(folder: Path, step: int) -> dict[str, Any]:
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Names whose bits differ, or that only one holds; ours aside."""
+    """Return the names whose bits differ or that only one state has. SNIP's own entries are not compared."""
     names = {name for name in a.keys() | b.keys() if not name.startswith(SNIP_KEY)}
     return sorted(name for name in names if name not in a or name not in b or not same(a[name], b[name]))
 

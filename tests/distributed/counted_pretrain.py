@@ -27,7 +27,7 @@ _CODE = (".py", ".pyc", ".so")
 
 
 class Counter:
-    """Counts while it is told to."""
+    """Counts calls of collectives while ``counts`` is set, and opened files while ``watches`` is."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[int]] = {}
@@ -57,7 +57,7 @@ class Counter:
         entry = self.calls.setdefault(group_name(group), [0, 0])
         entry[0] += 1
         entry[1] += 0 if tensor is None else tensor.numel() * tensor.element_size()
-        with self.only(counts=False):  # one call may be made of others
+        with self.only(counts=False):  # one call may consist of others
             return genuine(*args, **kwargs)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:

@@ -84,7 +84,7 @@ MODELS: dict[str, Model] = {
         probed=4,
         at=AT + 1,
     ),
-    # Without capacity: any number of tokens, none too.
+    # Without a capacity, an expert gets any number of tokens, or none.
     "experts-dropless": Model(
         "experts-dropless-world-1", _EXPERTS, "--snip-settings probe_tokens=4096", probed=4, at=AT + 1, ragged=True
     ),
@@ -161,7 +161,7 @@ _EP2 = "--expert-model-parallel-size 2"
 for _model in ("experts", "experts-dropless", "experts-shared"):
     LAYOUTS |= {
         f"{_model}-{name}": replace(layout, model=_model)
-        # Megatron's capacity is of a rank's tokens: under sequence parallelism other ones are dropped.
+        # Megatron counts capacity in a rank's tokens, so that sequence parallelism drops other tokens.
         for name, layout in {
             "world-1": Layout(1),
             "dp2": Layout(2, data=2),

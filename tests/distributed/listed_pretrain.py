@@ -22,7 +22,7 @@ phase, kernels = "launched", False
 
 @contextmanager
 def listing() -> Iterator[None]:
-    """Kernels are there, and are listed."""
+    """Pretend that kernels can be launched, and list their launches."""
     global kernels
     from snip_megatron.numerics.quantize.kernels.launch import list_launches
 

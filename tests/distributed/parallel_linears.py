@@ -97,7 +97,7 @@ def shard(t: torch.Tensor, dim: int, rank: int, size: int, *, halves: int = 1) -
 
 
 def local_tensors(case: Case, rank: int, size: int) -> Tensors:
-    """What a rank is given of X, W and G."""
+    """Return the parts of X, W and G that a rank has."""
     x, w, g = tensors(case)
     if case.row:
         x, w = shard(x, -1, rank, size), shard(w, 1, rank, size)

@@ -194,7 +194,7 @@ class ResumeRuns:
 
     # -- with and without SNIP ---------------------------------------------------------------------------------
     def leave_snip(self, name: str, point: int) -> None:
-        """A checkpoint of SNIP in our entry without ``--snip``, and in Megatron's ``pretrain`` with nothing of ours."""
+        """Load a checkpoint of SNIP into our entry without ``--snip``, and into Megatron's own ``pretrain``."""
         case = SAME_LAYOUT[name]
         self.whole(name)
         options = case.arguments.removeprefix(_NOISE).split()
@@ -208,7 +208,7 @@ class ResumeRuns:
         assert curves[0] == curves[1]
 
     def enter_snip(self, name: str) -> None:
-        """A checkpoint without SNIP's state under SNIP: one notice, bf16 until the next update."""
+        """Load a checkpoint without SNIP's state under SNIP, which says so once and trains in bf16 until its update."""
         case = SAME_LAYOUT[name]
         options, saved = case.arguments.removeprefix(_NOISE).split(), self._folder / f"{name}-plain" / "checkpoint"
         saving = ("--save", str(saved), "--save-interval", "2", "--exit-interval", "2")
@@ -229,7 +229,7 @@ def _resharded(place: str) -> Interrupted:
 
 
 def _choices(run: Path, point: int) -> dict[int, Mapping[str, Any]]:
-    """Maps adopted after a resume at ``point``: the map in force is adopted again at ``point`` itself."""
+    """Return the maps adopted after ``point``. A resume at ``point`` adopts the map in force there again."""
     maps: dict[int, PrecisionMap] = read_maps(run)
     return {step: precision_map.choices for step, precision_map in maps.items() if step > point}
 

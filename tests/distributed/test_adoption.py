@@ -39,7 +39,7 @@ def test_lasting_corruption_stops_every_rank(outcomes: list[dict[str, Any]]) -> 
 
 
 def test_ranks_with_other_linears_do_not_agree(outcomes: list[dict[str, Any]]) -> None:
-    """Even about nothing: the codes of a later map would mean something else there."""
+    """Not even about an empty answer: there, the codes of a later map would stand for other linears."""
     assert all("ranks disagree" in rank["other_model"]["error"] for rank in outcomes)
 
 

@@ -59,7 +59,7 @@ def test_differences_of_many_ranks_are_one_line(warm: WarmRanks, tmp_path: Path)
 
 
 def test_a_rank_without_snip_ends_the_start(warm: WarmRanks, tmp_path: Path) -> None:
-    """Its configuration has no other field."""
+    """The line names ``--snip`` alone, since a rank without SNIP has no other field of the configuration."""
     process = warm.run(
         2, tiny_llama_args(), tmp=tmp_path, module="unlike_pretrain", env={"UNLIKE": "0:argument=--snip"}
     )
@@ -87,7 +87,7 @@ def test_an_error_on_one_rank_ends_all(unlike: str, line: str, code: int, warm: 
 
 
 def test_a_rank_without_triton_ends_the_start(warm: WarmRanks, tmp_path: Path) -> None:
-    """The other rank would multiply natively, by another budget, among other formats."""
+    """The other rank would have native GEMMs, another budget and other formats."""
     unlike = "all:hopper=DeepGEMM", "1:missing=triton", "1:hopper=DeepGEMM"
     line, codes = start(warm, tmp_path, *unlike, snip=(*SNIP, "--snip-budget", "fp4=0.75"))
     version = importlib.metadata.version("triton")
@@ -98,7 +98,7 @@ def test_a_rank_without_triton_ends_the_start(warm: WarmRanks, tmp_path: Path) -
 
 
 def test_a_library_that_one_rank_lacks_is_switched_off_on_all(warm: WarmRanks, tmp_path: Path) -> None:
-    """The second rank of a node does not run git, which would read a shared file system. Its paths are others."""
+    """The second rank of a node does not run git, which would read a shared file system. Its paths differ."""
     snip = (*SNIP, "--snip-budget", "fp4=0.75", "--snip-dir", "run")
     unlike = "all:hopper=DeepGEMM\n1:hopper=cuBLASLt\n1:broken=snip_megatron.runtime.agreement:commit"
     unlike += "\n1:argument=--snip-dir elsewhere --tensorboard-dir logs"  # paths may differ

@@ -10,12 +10,12 @@ from warm_ranks import WarmRanks
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.runtime.run_data import read_config
 
-# Of a model with one layer more.
+# A map of a model with one more layer.
 MAP = """{"schema": "snip.map/1", "choices": {"decoder.layers.4.mlp.linear_fc1": "fp4"}}"""
 
 
 def test_what_each_rank_finds_is_one_line_over_all_ranks(warm: WarmRanks, tmp_path: Path) -> None:
-    """What rank 0 alone finds: test_agreed_start.py."""
+    """test_agreed_start.py has what rank 0 alone finds."""
     (tmp_path / "map.json").touch()
     process = warm.run(2, tiny_llama_args("--snip", "--snip-map", "map.json"), tmp=tmp_path)
     message = "--snip-map map.json: not JSON: Expecting value: line 1 column 1 (char 0)"
@@ -60,7 +60,7 @@ def test_what_is_frozen_stays_as_it_is_and_the_rest_is_measured(warm: WarmRanks,
 
 
 def test_a_schedule_that_megatron_refuses_is_one_line(warm: WarmRanks, tmp_path: Path) -> None:
-    """One that is not the checkpoint's, with the arguments that choose between both."""
+    """The schedule differs from the checkpoint's. The line names the argument that keeps the new one."""
     refused = "Megatron refuses the learning rate's schedule: "
     warm.succeed(1, tiny_llama_args("--save", "saved", "--save-interval", "3", iters=3), tmp=tmp_path)
     longer = tiny_llama_args("--load", "saved", "--snip", iters=5)

@@ -63,7 +63,7 @@ PROBED = shlex.split(
 
 
 def test_a_mixture_of_one_expert_is_the_dense_decoder(warm: WarmRanks, tmp_path: Path) -> None:
-    """Every column, the map, and the losses under it."""
+    """Their statistics agree column by column, and so do their maps and the losses under them."""
     tables, maps, metrics = [], [], []
     for name, extra in (("dense", ()), ("one", ONE)):
         run = tmp_path / name / "run"

@@ -54,7 +54,7 @@ def train(warm: WarmRanks, folder: Path, name: str, *extra: str) -> Run:
 
 
 def test_trainings(warm: WarmRanks, tmp_path: Path) -> None:
-    """Beside FP32: other numbers, and the same ones after a resume, which overlaps them."""
+    """FP8 sums give other numbers than FP32 sums, and the same numbers after a resume that overlaps them."""
     quantised = ("--snip-gradient-reduction", "fp8")
     plain, reduced = train(warm, tmp_path, "fp32"), train(warm, tmp_path, "fp8", *quantised)
     for (_, loss, norm), (_, reduced_loss, reduced_norm) in zip(plain.figures, reduced.figures, strict=True):

@@ -22,7 +22,7 @@ def folder(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> tuple[list[Results], Results]:
-    """(by rank, of the whole linear)."""
+    """Return the results of each rank, and those of the whole linear."""
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)], torch.load(folder / "whole.pt")
 
 
@@ -62,7 +62,7 @@ def test_errors_that_a_probe_records_are_those_of_the_whole(case: Case, folder: 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.sequence_parallel], ids=str)
 def test_under_sequence_parallelism_a_rank_saves_its_own_tokens(case: Case, folder: Path) -> None:
-    """As Megatron's own linear (the all-bf16 case) does: the gathered X would be twice that."""
+    """Megatron's own linear, the all-bf16 case, does so too. The gathered X would take twice the memory."""
     x, _, _ = local_tensors(case, 0, 2)
     expected = [x.numel() * x.element_size()]
     if case.row and {TENSOR, NVFP4}.intersection((case.formats[0], case.formats[2])):

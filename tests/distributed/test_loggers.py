@@ -35,7 +35,7 @@ def recorded(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def the_map(run: Path) -> tuple[int, PrecisionMap, list[list[str]]]:
-    """The only map, the step of its adoption, its rows by layer."""
+    """Return the step of the only adoption, its map, and the map's rows by layer."""
     ((step, precision_map),) = read_maps(run).items()
     rows = []
     for layer in sorted({linear.layer for linear in precision_map.linears()}):

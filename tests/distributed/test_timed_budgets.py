@@ -72,7 +72,7 @@ def test_a_speedup_on_two_pipeline_stages(warm: WarmRanks, tmp_path: Path) -> No
 def test_snip_alone_takes_the_fastest_map_within_a_small_loss_on_the_named_card(
     warm: WarmRanks, tmp_path: Path
 ) -> None:
-    """Phases included: their maps are those of the plan, and the record says what the arguments left open."""
+    """The maps are those of a plan with phases. The record has what the arguments left open."""
     named = ("--snip-timings", str(write_timings(tmp_path / "timings.json")), "--snip-dir", str(tmp_path / "run"))
     write_documents(tmp_path / "train", 40, seed=1)  # mock data have no loss to protect
     data = ("--train-data-path", str(tmp_path / "train"), "--tokenizer-type", "NullTokenizer", "--vocab-size", "255")

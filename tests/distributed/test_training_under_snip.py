@@ -137,7 +137,7 @@ def test_all_ranks_probe_what_fits_on_the_smallest(warm: WarmRanks, tmp_path: Pa
 
 
 def test_a_run_that_ends_before_its_first_map_says_so_and_pays_for_no_update(warm: WarmRanks, tmp_path: Path) -> None:
-    """The defaults: the first update is at step 5, and its map would be adopted ten steps later."""
+    """By default the first update is at step 5, and its map would be adopted ten steps later."""
     process = warm.succeed(1, tiny_llama_args("--snip", "--snip-dir", "run", iters=12), tmp=tmp_path)
     assert "snip: this run trains in bf16 to its end, without an update: it has 12 steps" in process.stdout
     assert "use --train-iters 16 or more, or a smaller --snip-lag" in process.stdout

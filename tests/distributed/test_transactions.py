@@ -81,7 +81,7 @@ def failing(warm: WarmRanks, tmp: Path, failures: list[Any], ranks: int, args: l
 def test_an_update_that_fails_anywhere_on_one_rank_is_dropped_and_tried_again(
     warm: WarmRanks, tmp_path: Path, place: str
 ) -> None:
-    """Bit by bit the training without SNIP: all that is printed, and all that the checkpoint holds."""
+    """All that is printed and all that the checkpoint holds is bitwise that of the training without SNIP."""
     ranks, layout, parts = PLACES[place]
     failures = [
         (FIRST + i * INTERVAL, 0 if part in ("submission", "forward_noise") else i % ranks, target, "RuntimeError")
@@ -131,7 +131,7 @@ def test_a_probe_without_memory_takes_half_of_its_sequences_next_time(warm: Warm
 
 
 def test_statistics_that_overflow_in_fp16_are_measured_again_a_lag_later(warm: WarmRanks, tmp_path: Path) -> None:
-    """While Megatron lowers the scale of the loss, at a step in fp16. The next update would be 1,000 steps later."""
+    """Megatron lowers the scale of the loss meanwhile. The next update would be 1,000 steps later."""
     snip = [each if each != str(INTERVAL) else "1000" for each in SNIP]
     fp16 = ["--fp16", "--initial-loss-scale", "1.6e7", "--hysteresis", "1"]
     args = tiny_llama_args(*fp16, *snip, "--num-layers", "2", "--snip-dir", str(tmp_path / "run"), iters=10)
@@ -144,7 +144,7 @@ def test_statistics_that_overflow_in_fp16_are_measured_again_a_lag_later(warm: W
 
 
 def test_a_failure_where_other_ranks_wait_ends_the_job_in_one_line(warm: WarmRanks, tmp_path: Path) -> None:
-    """In the loss of the last pipeline stage: the first stage waits for its gradient."""
+    """The loss of the last pipeline stage fails while the first stage waits for its gradient."""
     args = tiny_llama_args("--pipeline-model-parallel-size", "2", *SNIP, "--snip-dir", str(tmp_path / "run"), iters=8)
     code = tmp_path / "code"
     environment = {

@@ -89,7 +89,7 @@ class WarmRanks:
         return subprocess.CompletedProcess(list(args), next((c for c in codes if c), 0), out, err)
 
     def succeed(self, nproc: int, args: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        """As :meth:`run`, for a job that must end well."""
+        """Run a job as :meth:`run` does, and fail unless it ends well."""
         return succeeded(self.run(nproc, args, **options))
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ def _separate_wandb_media() -> None:
 
 
 def _wait(pids: list[int], deadline: float, grace: float) -> list[int]:
-    """Exit codes. Where one rank fails, the others get a moment, then they are ended: they may wait for it for ever."""
+    """Return the exit codes. A moment after one rank fails, the others, which may wait for it, are ended."""
     codes: dict[int, int] = {}
     while len(codes) < len(pids):
         for pid in pids:

@@ -68,7 +68,7 @@ def bootstrap(project: Path, **extra: str) -> subprocess.CompletedProcess[str]:
 
 
 def wait_for_pip(project: Path) -> None:
-    """Until pip works on the package (and hangs there, if the project says so)."""
+    """Wait until pip works on the package. It hangs there if the project says so."""
     log = project / ".venv" / "snip-install.log"
     deadline = time.monotonic() + 60
     while not (log.exists() and "Obtaining" in log.read_text()):
@@ -152,7 +152,7 @@ def test_an_environment_of_the_user_is_left_alone(project: Path) -> None:
 
 
 def run_with_path(project: Path, path: Path, home: Path, **extra: str) -> subprocess.CompletedProcess[str]:
-    """The bootstrap with nothing but ``path`` in PATH and no other trace of an interpreter."""
+    """Run the bootstrap with nothing but ``path`` in PATH and no other trace of an interpreter."""
     variables = {"PATH": str(path), "HOME": str(home), **extra}
     command = ["/bin/bash", str(project / "scripts" / "bootstrap.sh")]
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)

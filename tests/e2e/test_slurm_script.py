@@ -42,7 +42,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 
 
 def job(cluster: dict[str, str]) -> dict[str, str]:
-    """As SLURM sets it for a job of two nodes."""
+    """Return the environment that SLURM sets for a job of two nodes."""
     return cluster | {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "2"}
 
 

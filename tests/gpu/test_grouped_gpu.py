@@ -84,7 +84,7 @@ def close(results: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.parametrize("shape", [(512, 512), (512, 256), (320, 192)])
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (TENSOR, TENSOR, TENSOR), (FP4, BF16, FP8)])
 def test_experts_have_any_number_of_rows(shape: tuple[int, int], formats: Any) -> None:
-    """Expert by expert, as where DeepGEMM is missing or a dimension is no multiple of 128."""
+    """GEMMs run expert by expert, as they do without DeepGEMM or if a dimension is no multiple of 128."""
     (n, k), splits, backend = shape, [0, 1, 2, 3, 5, 37, 127, 128, 129, 260], select_backend("hopper").backend
     start = draws(len(splits), n, k, seed=3).float()
     actual, expected = (
@@ -161,7 +161,7 @@ def test_rows_without_padding_give_what_padded_copies_give(splits: tuple[int, ..
 @needs_deepgemm
 @pytest.mark.parametrize("splits", [*RAGGED.values(), (9000, 0, 4100)], ids=[*RAGGED, "very long"])
 def test_wgrads_in_tiles_are_those_of_quantised_rows(splits: tuple[int, ...]) -> None:
-    """In one launch, with numbers of rows on the host and on the device; those of very long experts one by one."""
+    """One launch adds all of them, with numbers of rows on the host or the device; very long experts run one by one."""
     n, k, device = 384, 256, torch.device("cuda")
     loop, start = products(n, k), draws(len(splits), n, k, seed=3).float()
     for fmt, backwards in itertools.product((FP8, FP4), (False, True)):
@@ -196,7 +196,7 @@ def test_an_mlp_of_experts_without_padding() -> None:
 
 @needs_deepgemm
 def test_listed_kernels_are_compiled_in_another_process_and_products_start_no_nvcc(tmp_path: Path) -> None:
-    """With caches that are empty, of experts and of a single linear."""
+    """The caches are empty. The kernels are those of experts and of a single linear."""
     code = (
         "import os, pathlib, torch\n"
         "from snip_megatron.numerics.products.selection import select_backend\n"

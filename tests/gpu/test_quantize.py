@@ -49,7 +49,7 @@ def test_blocks_and_tensor() -> None:
 
 
 def test_a_captured_graph_finds_the_amax_of_what_is_there() -> None:
-    """Also where it is smaller than in the replay before, and after a NaN."""
+    """The amax may be smaller than in the replay before, or follow a NaN."""
     x = activations(4096, 5120)
     numbers, spoilt = x.clone(), x.clone()
     spoilt[7, 9] = float("nan")

@@ -48,7 +48,7 @@ def test_tensor_sums(kernels: ModuleType, shape: tuple[int, int], stochastic: bo
 
 @pytest.mark.parametrize("shape", [(2048, 5120), (333, 777)])
 def test_inner_products_with_errors(kernels: ModuleType, shape: tuple[int, int]) -> None:
-    """FP32, whose quotients are hardly ever ties: there the sign of an error is anyone's."""
+    """FP32 numbers, whose quotients are hardly ever ties: the sign of the error of a tie is arbitrary."""
     x, d = torch.randn(shape, device="cuda"), activations(*shape, seed=1)
     actual, expected = (module.tensor_sums(x, FORMATS, d=d).dots for module in (kernels, reference))
     size = expected.square().mean(1, keepdim=True).sqrt()  # single dots may be close to zero

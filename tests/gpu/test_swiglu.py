@@ -30,7 +30,7 @@ def tensors(tokens: int, features: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_close(actual: OperandPair, expected: OperandPair) -> None:
-    """A number that is rounded to its other neighbour costs little; what is written elsewhere would cost all."""
+    """A number rounded to its other neighbour costs a little. One at a wrong place would cost the whole signal."""
     for side, reference in zip(actual, expected, strict=True):
         assert (side is None) == (reference is None)
         assert side is None or decibel(side.dequantize(), reference.dequantize()) > 60

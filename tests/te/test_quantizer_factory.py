@@ -32,7 +32,7 @@ TRIPLES = list(itertools.product(QUANTIZERS, repeat=3))  # every mix in one line
 
 @pytest.fixture(autouse=True)
 def hadamard_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Where NVFP4's quantizer makes its matrix."""
+    """NVFP4's quantizer makes its matrix on the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     yield
@@ -98,7 +98,7 @@ def test_every_gemm_reads_both_operands_in_its_format(tmp_path: Path, monkeypatc
 def test_a_columnwise_tensor_scale_is_written_beside_the_rowwise_one(
     tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformer Engine 2.20.2 quantises per tensor for the columnwise representation alone on no Hopper card."""
+    """On Hopper, Transformer Engine 2.20.2 cannot quantise per tensor for the columnwise representation alone."""
     quantizer = load(tmp_path, PrecisionMap({dense_names(1)[0]: Format.FP8}), monkeypatch).quantizer
     for other in ("bf16", "fp8", "mxfp8"):
         formats = [other, other, other]

@@ -25,7 +25,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_of_megatron_is_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Its fused functions: a C++ compiler takes half a minute for them. The entry on a CPU compiles none either."""
+    """A C++ compiler takes half a minute for Megatron's fused functions. The entry on a CPU compiles none either."""
     if "megatron" not in request.path.parts:
         yield
         return

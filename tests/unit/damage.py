@@ -65,7 +65,7 @@ def changed(body: Any, path: str, value: Any) -> str:
 
 
 def damage_bytes(data: st.DataObject, content: bytes) -> bytes:
-    """Cut, flipped, overwritten or doubled."""
+    """Return the bytes cut, with a flipped bit, overwritten in part, doubled, or with endless brackets."""
     how = data.draw(st.sampled_from(["cut", "flip", "noise", "twice", "deep"]))
     place = data.draw(st.integers(0, max(0, len(content) - 1)))
     if how == "cut":
@@ -78,7 +78,7 @@ def damage_bytes(data: st.DataObject, content: bytes) -> bytes:
 
 
 def hostile(body: Any) -> Iterator[Any]:
-    """Copies of ``body``: at every place in turn a value beyond float64, a long text, a long key, nothing, an other."""
+    """Yield copies of ``body`` with a number beyond float64, a long text or key, nothing or another type at a place."""
     replacements = itertools.cycle(OTHERS)
     for *parents, last in [place for place in places(body) if place]:
         for change in ("number", "text", "key", "nothing", "other"):

@@ -1,4 +1,4 @@
-"""Linears of one rank for what asks a linear for its place and shape, and runs none of Megatron's modules."""
+"""Handles of linears on one rank, for code that reads a linear's place and shape without a module of Megatron."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ class Recorder:
 
 
 def handle_of(linear: LinearId | str, n: int = 4, k: int = 4, context: StepContext | None = None, **fields: Any) -> Any:
-    """Of a column parallel linear [n, k] of torch; ``fields`` are others of its handle."""
+    """Return the handle of a column parallel linear [n, k] of torch. ``fields`` replaces fields of it."""
     name = LinearId.parse(linear) if isinstance(linear, str) else linear
     features, module = (torch.arange(n), torch.arange(k)), torch.nn.Linear(k, n, bias=False)
     handle = LinearHandle(name, "column", n, k, 0, 0, 1, *features, context or StepContext(), module)

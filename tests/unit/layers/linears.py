@@ -54,7 +54,7 @@ def convert(linear: Any, context: StepContext, formats: Formats) -> LinearHandle
 
 
 def our_linear(context: StepContext, formats: Formats, n: int, k: int, **options: Any) -> Any:
-    """A linear that was made ours. Its ``snip`` is its handle."""
+    """Return a converted linear. Its ``snip`` is its handle."""
     linear = stock_linear(n, k, **options)
     convert(linear, context, formats)
     return linear

@@ -39,7 +39,7 @@ def context() -> StepContext:
 
 
 def with_main_grad(linear: Any, *, zero_out: bool = False) -> torch.Tensor:
-    """What DDP gives a parameter."""
+    """Give the weight the attributes that DDP gives a parameter. Returns main_grad."""
     weight = linear.weight
     weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32)
     weight.grad_added_to_main_grad = False
@@ -90,7 +90,7 @@ def test_bias(context: StepContext) -> None:
 
 @pytest.mark.parametrize("shape", [(64,), (0, 64), (5, 64), (3, 0, 64), (0, 3, 64), (2, 3, 5, 64)])
 def test_the_output_has_the_leading_dimensions_of_the_input(context: StepContext, shape: tuple[int, ...]) -> None:
-    """As ``torch.nn.functional.linear``."""
+    """``torch.nn.functional.linear`` does the same."""
     x, weight = torch.zeros(shape, requires_grad=True), torch.nn.Parameter(torch.zeros(96, 64))
     call = LinearCall(handle_of(FC1, 96, 64, context, state=LinearState(formats=(FP8, FP4, FP8))))
     y = QuantizedLinear.apply(x, weight, None, call)  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ def test_the_output_has_the_leading_dimensions_of_the_input(context: StepContext
 
 
 def test_the_output_may_be_changed_in_place(context: StepContext) -> None:
-    """Megatron adds the bias of an expert to it so."""
+    """Megatron adds the bias of an expert to it in place."""
     x, g = operands(16, 2, 96, 64, torch.float32)
     gradients = []
     for change in (lambda y: y * 2, lambda y: y.mul_(2)):
@@ -113,7 +113,7 @@ def test_the_output_may_be_changed_in_place(context: StepContext) -> None:
 
 
 def test_a_weight_that_is_changed_before_the_backward_is_refused(context: StepContext) -> None:
-    """As by torch, whose linears save their weight."""
+    """torch, whose linears save their weight, refuses it too."""
     linear = our_linear(context, (FP8, FP8, FP8), 96, 64, dtype=torch.float32)
     x, g = operands(16, 2, 96, 64, torch.float32)
     y, _ = linear(x)
@@ -326,7 +326,7 @@ def forced_pass(handle: LinearHandle, forced: Override | None, x: torch.Tensor, 
     handle.weight.main_grad.zero_()  # type: ignore[attr-defined]
     x = x.detach().requires_grad_()
     y, _ = handle.module(x)
-    handle.context.override = None  # a backward keeps what its forward was told
+    handle.context.override = None  # a backward keeps the override of its forward
     y.backward(g)
     assert x.grad is not None
     return [y.detach(), x.grad, handle.weight.main_grad.clone()]  # type: ignore[operator]

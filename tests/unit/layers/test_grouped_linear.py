@@ -293,7 +293,7 @@ def test_saved_tensors_may_come_back_in_rows() -> None:
 
 
 def test_experts_in_bf16_run_grouped_gemms_under_a_map_that_quantises() -> None:
-    """Under a map of bf16 alone they run Megatron's own code; so they do where no library has such GEMMs."""
+    """Under an all-bf16 map, or if no library has grouped GEMMs, they run Megatron's own code."""
     grouped = hopper(groups=emulated_grouped)
     for backend, runs_grouped in ((grouped, True), (REFERENCE, False)):
         experts = Experts(2, (BF16, BF16, BF16), backend, n=256, k=128)
@@ -335,8 +335,8 @@ def test_a_measuring_pass_forces_the_format_of_all_experts_nudges_and_reports_th
     assert torch.stack(reported).sum() == pytest.approx(float(expected), rel=1e-2)
 
 
-def test_gradients_that_only_tell_ddp_so_share_one_piece_of_memory() -> None:
-    """They would take as much as all experts' weights. Autograd keeps them as they are, without a copy each."""
+def test_placeholders_for_ddp_share_one_piece_of_memory() -> None:
+    """Apart, these gradients would take as much memory as all experts' weights. Autograd does not copy them."""
     experts, calls = Experts(4, (FP8, FP8, FP8)), []
     for weight in experts.parameters():
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]

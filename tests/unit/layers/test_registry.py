@@ -22,7 +22,7 @@ def registry_of(*linears: LinearId) -> LinearRegistry:
 
 
 def test_the_index_of_a_linear_is_its_place_among_all() -> None:
-    """Part of the key of stochastic rounding: distinct, and the same on every pipeline stage."""
+    """It is part of the key of stochastic rounding: distinct, and the same on every pipeline stage."""
     assert [each.index for each in registry_of(*map(LinearId.parse, reversed(NAMES)))] == list(range(12))
 
 

@@ -16,7 +16,7 @@ def test_the_linear_itself_is_left_alone() -> None:
     before = module.weight.detach().clone()
     linear = warm_up_linear(handle, 16, whole_x=True)
     warm_up_gemms(linear, [(FP8, FP4, FP8), ALL_BF16, (FP4, FP4, BF16)])
-    assert linear.handle.state.backwards == 2  # of the formats that are Megatron's own linear none
+    assert linear.handle.state.backwards == 2  # all-bf16 formats run Megatron's own linear
     assert (handle.state.backwards, handle.formats, handle.state.weights._key) == (0, ALL_BF16, None)
     assert module.weight.grad is None
     assert torch.equal(module.weight, before)

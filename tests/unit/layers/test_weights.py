@@ -73,7 +73,7 @@ def test_a_map_quantises_anew(linear: Any, registry: LinearRegistry, backend: Co
 
 
 def test_a_validation_after_a_step_sees_new_weights(linear: Any, registry: LinearRegistry, backend: Counting) -> None:
-    """The distributed optimizer writes through its buffer: the weight's version does not tell."""
+    """The distributed optimizer writes through its buffer, which does not change the weight's version."""
     registry.start_step(0)
     step(linear)
     version = linear.weight._version
@@ -90,7 +90,7 @@ def test_a_validation_after_a_step_sees_new_weights(linear: Any, registry: Linea
 
 @pytest.mark.parametrize("how", ["load", "in_place", "replaced"])
 def test_weights_that_change_unannounced(linear: Any, registry: LinearRegistry, backend: Counting, how: str) -> None:
-    """Loading a checkpoint between two steps' forwards, an update in place, a new storage."""
+    """A checkpoint loaded between two steps' forwards changes them, and so does an update in place or a new storage."""
     before = step(linear)
     with torch.no_grad():
         if how == "load":
@@ -131,7 +131,7 @@ def train(linear: Any, registry: LinearRegistry, steps: int = 3, microbatches: i
 
 @pytest.mark.parametrize("kind", ["reference", "hopper", "emulated"])
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda f: "-".join(each.value for each in f))
-def test_results_are_those_without_it(formats: Formats, kind: str) -> None:
+def test_results_are_those_without_keys_and_weights_on_the_device(formats: Formats, kind: str) -> None:
     results = []
     for device in (False, True):
         backend = BACKENDS[kind]()

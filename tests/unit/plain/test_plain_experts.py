@@ -68,7 +68,7 @@ def test_statistics_of_experts_are_those_of_autograd() -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_forward_and_backward_are_the_modules_own(wide: bool) -> None:
-    """In bf16 formats, on FP32 tensors, against the module's own code in float64. Quantised, only nearly."""
+    """FP32 tensors in bf16 formats give what the module's own code gives in float64. Quantised ones nearly do."""
     model = mixtral()
     reference = copy.deepcopy(model).double().model.layers[0].mlp
     reference.experts.config._experts_implementation = "eager"  # its grouped products know no float64

@@ -197,7 +197,7 @@ def test_a_resumed_loop_is_bitwise_the_uninterrupted_one() -> None:
 
 
 def test_the_run_directory_has_losses_and_times_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also over a checkpoint, and the summary reads them."""
+    """They go on over a checkpoint, and the summary reads them."""
     options = {"first_update": 8, "update_interval": 100, "dir": str(tmp_path / "run"), "steps": 20}
     first = Training(**options)
     losses = first.run(range(12), records=True)

@@ -12,7 +12,7 @@ SMALL = Llama("small", 8, 512, 1408, 8, 4, 64, 1000, 256)
 
 
 def layout(llama: Llama | str = SMALL, **sizes: Any) -> Layout:
-    """A layout with defaults for what is not said."""
+    """Return a layout with default sizes, which ``sizes`` override."""
     shape = load_llama(llama) if isinstance(llama, str) else llama
     arguments = {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "seq_length": shape.context, "micro_batch_size": 1}
     arguments |= sizes
@@ -21,10 +21,10 @@ def layout(llama: Llama | str = SMALL, **sizes: Any) -> Layout:
 
 
 def step_model(chosen: Layout) -> StepModel:
-    """Of FLOPs."""
+    """Return a step model whose times are those of FLOPs."""
     return StepModel(chosen, FlopsModel())
 
 
 def with_blocks(model: Llama, blocks: int) -> Llama:
-    """The same with another number of blocks."""
+    """Return the model with another number of blocks."""
     return replace(model, blocks=blocks)

@@ -88,6 +88,6 @@ def test_rises_many_times_their_predictions_are_named(
             row.update(measured_rise=tried[row["version"]], measured_error=0.0001, predicted_rise=0.0001)
 
     synthetic_run.rewrite(path, "events.jsonl", measure)
-    text, found_healthy = verdicts(path)["Rise of the loss"]
+    text, verdict = verdicts(path)["Rise of the loss"]
     assert text.endswith(last)
-    assert found_healthy is healthy
+    assert verdict is healthy

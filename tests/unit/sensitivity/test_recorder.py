@@ -66,13 +66,13 @@ def place(linear: LinearId, rank: int = 0, size: int = 1, **features: torch.Tens
 
 
 def record(recorder: LinearRecorder, index: int, *tensors: torch.Tensor) -> None:
-    """Microbatch ``index``, the way a backward does it: it counts itself first."""
+    """Record microbatch ``index`` as a backward does, which counts itself first."""
     recorder.handle.state.backwards = index + 1
     recorder.on_backward(*tensors)
 
 
 def recorded(linear: LinearId, batches: list[Microbatch], samples: int) -> LinearRecorder:
-    """What a rank alone records of a linear."""
+    """Return what a single rank records of a linear."""
     recorder = LinearRecorder(place(linear), FORMATS, samples)
     for i, b in enumerate(batches):
         d = b.g.float() @ b.w.float()
@@ -222,7 +222,7 @@ def test_a_microbatch_without_tokens_changes_nothing() -> None:
 
 
 def test_experts_share_a_row_and_keep_columns_of_their_own() -> None:
-    """One busy expert, one that no token was sent to: sums over both, column norms of each."""
+    """One expert is busy, and one gets no token. Sums are over both, column norms are of each."""
     (b,) = microbatches(1, tokens=T)
     busy, idle = expert(0, b.w), expert(3, 2 * b.w)
     record(busy, 0, b.x, b.w, b.g, b.d, b.d)

@@ -71,7 +71,7 @@ def test_the_amax_of_all_shards(interpreted: Run) -> None:
 
 
 def worst_of_dots(formats: tuple[str, ...]) -> float:
-    """FP32, whose quotients are no ties: there the sign of an error is anyone's."""
+    """FP32 numbers, whose quotients are no ties: the sign of the error of a tie is arbitrary."""
     x, d = matrix(200, 300, torch.float32), matrix(300, 200, torch.bfloat16).t()
     actual, expected = (module.tensor_sums(x, formats, d=d).dots for module in implementations())
     size = expected.square().mean(1, keepdim=True).sqrt()  # single dots may be close to zero

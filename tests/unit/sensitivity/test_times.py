@@ -58,7 +58,7 @@ def test_costs_and_savings_are_those_of_the_cost_model(granularity: str) -> None
 
 
 def test_pins_and_times_of_single_linears() -> None:
-    """A name goes before its kind; a pinned format takes its own time and no loss it was never scored for."""
+    """Times of a name win over those of its kind. A pinned format has its own time, and no loss if it has no score."""
     slow = LinearId("decoder", 0, "mlp.linear_fc1")
     table = make_table(layers=2, formats=("fp8", "fp8_tensor"))
     seconds = dict(times(formats=(*FORMATS, "fp4")).seconds)
@@ -92,7 +92,7 @@ def test_a_step_of_bf16_alone_is_that_of_megatron_s_own_code() -> None:
 
 
 def test_waits_of_megatron_s_own_experts_for_their_host_end_with_bf16() -> None:
-    """What measured steps take longer than predicted is such a wait. What they take less is an error of the rest."""
+    """Time of measured steps above the prediction is such a wait. Time below it is an error of the rest of the step."""
     kind = "mlp.experts.linear_fc1"
     stages = {f"decoder.layers.{layer}.{kind}": 0 for layer in range(2)}
     seconds = {kind: {gemm.value: {"bf16": 0.2, "fp8": 0.1} for gemm in Gemm}}
@@ -119,7 +119,7 @@ def test_what_is_reachable_is_named_and_is_reachable() -> None:
 
 
 def seconds(linear: str, formats: Sequence[str]) -> float:
-    """The definition: each GEMM quantises for itself, but for what one call does for two of the same format."""
+    """By definition each GEMM quantises for itself, except where one call serves two of the same format."""
     each = dict(zip(Gemm, formats, strict=True))
     alone = [times().of(linear, gemm, fmt) for gemm, fmt in each.items()]
     return sum(alone) - sum(times().saved(linear, g, each[g]) for g in SHARING if each[g] == each[Gemm.WGRAD])

@@ -116,7 +116,7 @@ def test_linear_drift_is_adamw_s_answer_to_errors_of_the_predicted_size() -> Non
 
 
 def test_a_linear_that_saw_a_part_of_the_tokens() -> None:
-    """An expert: the probe's token noise over a step's is the same, the number of tokens is its own."""
+    """An expert has its own number of tokens, and the same ratio of a probe's token noise to a step's."""
     state = trained(6, torch.float32)
     g = gradient((N, K)).float().view(N, K)
     whole = torch.cat(linear_update_error(whole_recorder(), g, state, SCALE, seed=33, **totals()))

@@ -151,7 +151,7 @@ def effective(problem: Problem, chosen: Sequence[Choice]) -> float:
 
 
 def slowest(problem: Problem, chosen: Sequence[Choice] | None) -> float:
-    """The time of the slowest stage; of the reference without choices."""
+    """The time of the slowest stage, in the reference formats if there are no choices."""
     times = dict(problem.fixed_cost)
     for stage in {item.stage for item in problem.items}:
         indices = [k for k, item in enumerate(problem.items) if item.stage == stage]
@@ -234,7 +234,7 @@ def least(problem: Problem) -> float:
 
 
 def value_of(problem: Problem, choices: Choices) -> float:
-    """What is minimised."""
+    """The value that is minimised."""
     return total_time(problem, choices) if problem.budget.kind == "loss" else total_loss(choices)
 
 

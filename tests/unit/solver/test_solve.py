@@ -39,7 +39,7 @@ KINDS = ("fp4", "speedup", "loss")
 
 
 def compare(problem: Problem, solution: Solution, best: float | None) -> None:
-    """Against the best value. Budgets of time over phases may stop at a gap of 1e-2."""
+    """Compare a solution with the best value. Budgets of time over phases may stop at a gap of 1e-2."""
     assert (solution.status == "infeasible") == (best is None)
     if best is not None:
         assert solution.gap <= (1e-2 if problem.phases and problem.budget.timed else GAP)
@@ -95,7 +95,7 @@ TARGET = st.one_of(st.sampled_from([0.0, 1.0, 0.5, 0.75]), st.floats(0, 1).map(l
 
 @st.composite
 def problems(draw: st.DrawFn, most_items: int = 6) -> Problem:
-    """Few items, anything the contract allows of a share."""
+    """Problems of few items, with all that the contract allows for a share."""
     formats, unit = draw(st.integers(1, 3)), draw(UNIT)
     items = []
     for i in range(draw(st.integers(1, most_items))):
@@ -187,7 +187,7 @@ def test_the_reason_names_the_stage() -> None:
 
 # -- determinism, limits ------------------------------------------------------------------------------------------
 def test_a_need_that_is_missed_by_next_to_nothing_is_missed() -> None:
-    """The best choice misses the need by less than CP-SAT can tell: what comes out is feasible, and its bound true."""
+    """The best choice misses the need by less than CP-SAT resolves. The solution is feasible, and its bound is true."""
     problem = make_problem([[0.0, -1.0]], [[0.0, -1e-216]], [1.0], [0], 0.0)
     solution = solve(problem)
     assert solution.choices == {"i0000": Format.BF16}

@@ -43,7 +43,7 @@ def test_each_expert_has_a_weight_to_quantise() -> None:
 
 
 def test_a_grouped_linear_has_the_times_of_grouped_gemms() -> None:
-    """In the formula they are those of one linear with the rows of all experts, and a W each."""
+    """By the formula they are those of one linear with the rows of all experts, and of a W for each expert."""
     shape = LinearShape(2000, 3000, 700, microbatches=4)
     grouped = replace(shape, tokens=250, microbatches=4 * 8, matrices=8, grouped=True)
     for g in Gemm:
@@ -67,7 +67,7 @@ def test_a_grouped_linear_has_the_times_of_grouped_gemms() -> None:
 
 
 def test_an_operand_fused_with_swiglu_is_charged_what_it_adds() -> None:
-    """And the copy of what leaves the MLP. Wgrad, which would end the fusion, has the rest of quantising for both."""
+    """It adds a copy of the MLP's output too. Wgrad, which would end the fusion, has the rest of both quantisations."""
     shape = LinearShape(1024, 4096, 512, matrices=4, grouped=True)
     x = 4096 * 512 / QUANTISED / 4
     for fused, first, times in (("input", Gemm.FPROP, 1), ("gradient", Gemm.DGRAD, 16)):

@@ -17,7 +17,7 @@ RATES = st.fixed_dictionaries(dict.fromkeys(POINTS, st.floats(1e-3, 1e15)))
 
 
 def rate(rates: Rates, query: tuple[int, ...]) -> float:
-    """Measured as seconds."""
+    """Return the interpolated rate. The grid itself has seconds."""
     return math.prod(query) / grid_of(rates).seconds(query, lambda seconds: seconds)
 
 

@@ -16,7 +16,7 @@ QUANTISED = 1e12  # elements a second, one side
 
 
 def formula_table(features: Sequence[int] = (512, 4096, 16384), formats: tuple[Format, ...] = FORMATS) -> TimingTable:
-    """A grid. One side of a quantisation takes 1, the other 1.2, both together 1.8."""
+    """A table on a grid. The row side of a quantisation takes 1, the column side 1.2, both together 1.8."""
     tokens = (1024, 4096)
     quantised = [fmt for fmt in formats if fmt is not Format.BF16]
     gemms, activations = {}, {}

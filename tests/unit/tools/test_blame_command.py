@@ -22,7 +22,7 @@ def test_the_verdict_or_the_arguments_of_one(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_run_without_a_verdict_says_how_to_ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The iteration of the latest alarm, under the map that was in force."""
+    """It names the iteration of the latest alarm, and the map that was in force then."""
     synthetic_run.write_run(tmp_path / "run")
     assert main(["blame", str(tmp_path / "run")]) == 0
     assert f"--snip-blame {synthetic_run.STEPS}" in capsys.readouterr().out

@@ -47,7 +47,7 @@ def export(tmp_path: Path, precision_map: PrecisionMap, *arguments: str) -> Path
 
 
 def recipe_of(path: Path, name: str) -> tuple[str | None, str | None]:
-    """What Transformer Engine's linear of this module name would be told."""
+    """Return the FP8 and FP4 recipes that Transformer Engine's linear of this module name would get."""
     config = get_quant_config_or_none(name, load_quantization_recipe(str(path)))
     assert config is not None
     params = TEQuantizationParams.parse_from_config(config)

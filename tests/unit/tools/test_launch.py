@@ -78,7 +78,7 @@ def test_data_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_goes_on_from_where_it_saves(tmp_path: Path) -> None:
-    """Also before the first checkpoint: a job that was killed until then goes on in its own run directory."""
+    """A job that was killed before its first checkpoint goes on in its own run directory too."""
     words = megatron_arguments(job(save=tmp_path))
     assert value(words, "--load") == value(words, "--save") == str(tmp_path)
     assert value(megatron_arguments(job(save=tmp_path, resume=False)), "--load") is None

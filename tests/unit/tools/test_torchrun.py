@@ -88,7 +88,7 @@ def supervisor(command: list[str]) -> subprocess.Popen[str]:
     ids=["usr1-before-the-ranks-are-ready", "term"],
 )
 def test_a_signal_to_all_processes_ends_the_ranks_only(number: signal.Signals, early: bool) -> None:
-    """As schedulers send it: to the whole group. The launcher and the rank's helper are not to die of SIGUSR1."""
+    """Schedulers send it to the whole group. The launcher and the rank's helper must not die of SIGUSR1."""
     launcher = textwrap.dedent(LAUNCHER).replace("ENTRY", torchrun.ENTRY)
     # It heeds the signal, also if the tests ignore it, as under nohup.
     heeds = f"import os, signal, sys; signal.signal({int(number)}, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
