@@ -1,4 +1,4 @@
-"""Defaults that follow from the machine: the user's value wins, and is refused where it cannot work. The step hook."""
+"""Defaults of the machine: the user's value wins, and is refused if it cannot work. The hook of a step."""
 
 import argparse
 import importlib.util

@@ -114,7 +114,7 @@ def test_noise_sends_no_token_to_another_expert(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_recompute_runs_a_forward_twice(model: list[torch.nn.Module]) -> None:
-    """Without gradients ahead, with them when the backward comes: both follow the first pass."""
+    """First without gradients, then with them when the backward comes. Both follow the first pass."""
     inputs = [tokens(seed) for seed in (1, 2, 3)]
 
     def recomputed(noise: float) -> list[tuple[torch.Tensor, torch.Tensor]]:

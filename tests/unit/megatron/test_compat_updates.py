@@ -14,7 +14,7 @@ COMMON = {"betas": (0.9, 0.95), "eps": 1e-8}
 
 
 class FusedAdam(torch.optim.AdamW):
-    """An optimizer with the parameter groups of Transformer Engine's. It counts its own steps."""
+    """An optimizer with the parameter groups of Transformer Engine's FusedAdam. It counts its own steps."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, **COMMON, weight_decay=0.0)

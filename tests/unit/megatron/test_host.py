@@ -152,7 +152,7 @@ def test_forward_noise_enters_at_the_embedding_and_is_compared_at_every_boundary
 
 
 def test_tokens_that_are_embedded_again_get_no_noise(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the prediction of two further tokens on the same stage."""
+    """Megatron embeds them again to predict two further tokens on the same stage."""
     monkeypatch.setattr(model, "mtp_process", True)
     monkeypatch.setattr(model.config, "mtp_num_layers", 2)
     enter = input_hook(model)
@@ -182,7 +182,7 @@ class Chunk(torch.nn.Sequential):
 
 
 def test_attention_logits_of_a_probe_do_not_clip_the_step() -> None:
-    """--qk-clip: a noise pass has larger ones."""
+    """Under --qk-clip the larger logits of a noise pass would clip more."""
     fresh, used = Attention(), Attention()
     used(torch.tensor([1.0, 3.0]))
 

@@ -207,7 +207,7 @@ def test_validation_quantises_for_fprop_alone() -> None:
 
 
 def test_a_use_of_what_lies_between_the_linears_is_noticed() -> None:
-    """It has no numbers, and a second gradient of fc1's output is an error."""
+    """The tensor between them has no numbers, and a second gradient of fc1's output is an error."""
     run = Run(MAPS["fp8"])
     inputs: list[torch.Tensor] = []
     run.mlp.linear_fc2.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
@@ -224,7 +224,7 @@ def test_a_use_of_what_lies_between_the_linears_is_noticed() -> None:
 
 
 def test_a_hook_that_replaces_what_lies_between_the_linears_is_refused() -> None:
-    """torch passes a linear with such a hook another tensor."""
+    """torch passes another tensor to a linear with such a hook."""
     run = Run(MAPS["fp8"])
     hook = run.mlp.linear_fc2.register_full_backward_hook(lambda *arguments: None)
     with pytest.raises(SnipError, match=r"a hook.*--snip-fusions none"):

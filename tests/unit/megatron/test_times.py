@@ -180,7 +180,7 @@ CPU = torch.device("cpu")
 
 
 class FakeClock:
-    """Another time at each measurement, so that times that were not measured again can be told."""
+    """Returns another time at each measurement, which shows whether a time was measured again."""
 
     device = CPU
 
@@ -220,11 +220,11 @@ def test_the_first_start_measures_and_later_ones_find_the_same(
     assert measured_times(run).stored() == measured
     assert measured.rest  # of attention and copies, which are timed too
     assert measured.of("decoder.layers.1.mlp.linear_fc1", Gemm.WGRAD, "nvfp4_46") > 0  # a variant: its base is timed
-    assert measured_times(None, FakeClock()).measure() == measured  # of a run without a directory
+    assert measured_times(None, FakeClock()).measure() == measured  # a run without a directory measures
 
 
 def test_other_gemms_and_those_of_another_card_or_backend_are_measured_anew(tmp_path: Path) -> None:
-    """Of another format, another shard, or another number of tokens."""
+    """The GEMMs have another format, another shard, or another number of tokens."""
     measured_times(tmp_path, FakeClock()).measure()
     for arguments in (
         {"config": SnipConfig(**WANTED, pin=("*=mxfp8",))},
@@ -239,7 +239,7 @@ def test_other_gemms_and_those_of_another_card_or_backend_are_measured_anew(tmp_
 
 
 def test_megatron_s_own_experts_take_what_they_took_in_the_training(tmp_path: Path) -> None:
-    """The median of the layers. A later start takes its own, if it has steps of them."""
+    """It is the median of the layers. A later start takes its own measurement if it has steps of them."""
     experts = {"num_experts": 8, "moe_layer_freq": 1, "moe_router_topk": 2, "moe_ffn_hidden_size": 128,
                "moe_shared_expert_intermediate_size": None, "moe_grouped_gemm": True, "expert_model_parallel_size": 1,
                "transformer_impl": "transformer_engine", "num_layers": 3}  # fmt: skip

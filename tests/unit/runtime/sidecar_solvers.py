@@ -28,7 +28,7 @@ def plain(job: SolveJob) -> SidecarResult:
 
 
 def by_policy(job: SolveJob) -> SidecarResult:
-    """What to do stands in the request's policy."""
+    """The request's policy says what to do."""
     what, _, argument = job.request.policy.partition(":")
     if what == "sleep":
         Path(argument).touch()

@@ -56,7 +56,7 @@ def test_a_linear_that_no_gradient_reaches_is_named(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("norm", "clip"), [(0.5, 1.0), (4.0, 0.25), (None, 1.0), (float("inf"), 1.0), (float("nan"), 1.0), (0.0, 1.0)]
 )
-def test_the_probe_is_told_what_clipping_did_to_the_last_step(norm: float | None, clip: float) -> None:
+def test_the_probe_gets_the_factor_of_clipping_of_the_last_step(norm: float | None, clip: float) -> None:
     run = Run(Script({1: [LATE]}))
     run.steps(0, 3, grad_norm=norm)
     assert run.clips == [pytest.approx(clip, rel=1e-5)]
@@ -65,7 +65,7 @@ def test_the_probe_is_told_what_clipping_did_to_the_last_step(norm: float | None
 def test_a_dropped_update_is_tried_again_after_a_lag_and_after_three_ever_later(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also across a resume, and where another update would be due. A success ends it."""
+    """This holds across a resume, and where another update would be due. A success ends it."""
     probes: list[int] = []
     restored = None
     broken = table(0)
@@ -104,7 +104,7 @@ def test_the_time_between_tries_has_a_bound() -> None:
 
 @pytest.mark.parametrize("restored", [None, ControllerState(precision_map=a_map(Format.NVFP4, 9))])
 def test_a_replay_that_begins_later_has_the_map_that_was_in_force(restored: ControllerState | None) -> None:
-    """From a checkpoint without SNIP, or of another run."""
+    """It begins at a checkpoint without SNIP, or at one of another run."""
     run = Run(Script(schedule={3: a_map(Format.FP4), 7: a_map(Format.FP8)}), restored, replay="run")
     run.steps(5, 9)
     assert run.script.of("adopt") == [5, 7]

@@ -173,7 +173,7 @@ def test_what_passed_its_probation_is_what_a_later_map_goes_back_to() -> None:
 
 @pytest.mark.parametrize("stop", [21, 24, 25, 28])
 def test_a_resumed_run_takes_the_map_back_at_the_same_step(stop: int) -> None:
-    """Whenever the checkpoint was written, also while figures or a verdict were on their way."""
+    """The checkpoint may be written at any time, also while figures or a verdict are on their way."""
     first = guarded(Script(spiky_answers()))
     first.steps(0, stop, loss=spike)
     state = ControllerState.from_bytes(first.controller.state_to_save())

@@ -60,7 +60,7 @@ def test_candidates_are_compared_with_what_their_backwards_are_predicted_to_cost
     [(8e-3, 1.0, 8.0), (8e-3, 2.0, 16.0), (2.1e-3, 1.0, 1.0), (5e-4, 4.0, 2.0), (1e-5, 4.0, 1.0), (9e-4, 4.0, 4.0)],
 )
 def test_predictions_are_corrected_beyond_the_error_alone(mean: float, before: float, after: float) -> None:
-    """Above the bound by more than two errors, or below the prediction by more than two."""
+    """A rise counts that is more than two errors above the bound, or more than two below the prediction."""
     comparison = Comparison((candidate(Format.FP8, 1e-3),), (rise(mean),), 0.002)
     assert comparison.corrected(before) == after
     assert replace(comparison, bound=None).corrected(before) == before

@@ -110,7 +110,7 @@ def test_sigterm_to_all_processes_of_a_step_is_for_the_ranks(start: Start) -> No
 
 
 def test_a_worker_that_cannot_load_fails_every_job(start: Start) -> None:
-    """Not only after the deadline."""
+    """It does so at once, and not only after the deadline."""
     client = start("sidecar_solvers:no_such_function")
     client.submit(make_job(version=3))
     result = next_result(client)

@@ -23,7 +23,7 @@ def job(target: float, spent: float, floor: float | None = None) -> SolveJob:
 
 
 def test_a_budget_that_is_out_of_reach_is_replaced_by_what_is_reachable() -> None:
-    """Twenty of 100 steps at nothing, and a pin: 0.95 cannot be reached any more."""
+    """20 of 100 steps saved nothing and a linear is pinned, so that 0.95 is out of reach."""
     result = solve_job(job(0.95, 0.0))
     plan, why = result.candidates[0].plan, result.out_of_reach
     assert why.startswith("the high")

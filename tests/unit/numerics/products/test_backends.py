@@ -31,7 +31,7 @@ def test_bf16_is_the_plain_product(name: str) -> None:
 @pytest.mark.parametrize("tokens", [136, 0])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8 * 1.001)], ids=str)
 def test_wgrad_is_added_to_a_gradient(name: str, fmt: Format, tokens: int, dtype: torch.dtype, error: float) -> None:
-    """In FP32. The sum is rounded once, to the nearest number of the gradient's dtype."""
+    """It is added in FP32. The sum is rounded once, to the nearest number of the gradient's dtype."""
     x, w, g = operands(tokens, 144, 208)
     main_grad = torch.randn(144, 208).to(dtype)
     before = main_grad.clone()

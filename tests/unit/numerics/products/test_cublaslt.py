@@ -38,7 +38,7 @@ def test_descriptors_are_accepted(library: CublasLt, scaling: str | None) -> Non
 
 
 def test_plans_and_their_descriptors_are_bounded(library: CublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with experts, whose rows differ from step to step."""
+    """The rows of experts differ from step to step."""
     monkeypatch.setattr(cublaslt, "_MOST_PLANS", 3)
     monkeypatch.setattr(library, "_plans", {})
     monkeypatch.setattr(CublasLt, "_proposal", lambda *_: cublaslt._Heuristic())

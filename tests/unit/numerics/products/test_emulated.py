@@ -29,7 +29,7 @@ def test_numbers_are_the_reference_s(shape: tuple[int, int, int], formats: Any) 
 
 @pytest.mark.parametrize("formats", MIXED)
 def test_hopper_leaves_other_formats_to_it(formats: Any) -> None:
-    """Maps of native formats and others."""
+    """A map may mix native formats and others."""
     assert_reference(hopper(fallback=backend()), (136, 144, 208), formats)
 
 
@@ -46,7 +46,7 @@ class _Faulty(EmulatedBackend):
         return super().multiply(gemm, a, b, dtype, out) * (1.5 if gemm is self._gemm else 1.0)
 
 
-def test_wrong_numbers_and_failures_do_not() -> None:
+def test_wrong_numbers_and_failures_are_named() -> None:
     failing = _Faulty(Gemm.WGRAD, RuntimeError("no kernel image\nand more"))
     result = wrong_numbers(failing, "cpu", [BF16, MXFP8])
     assert result == "mxfp8 fails (RuntimeError: no kernel image) on this device"

@@ -67,7 +67,7 @@ def test_experts_with_many_rows_have_the_wgrads_of_one_launch(fmt: Format) -> No
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
-    """The draws are others than those of the loop: their mean over keys is the gradient."""
+    """The draws differ from those of the loop. Their mean over keys is the gradient."""
     products = hopper(groups=emulated_grouped).grouped(N, K, torch.bfloat16)
     g = torch.randn(256, N).bfloat16()
     means = []

@@ -48,7 +48,7 @@ def test_a_linear_gives_what_python_gives(extension: Any, formats: Formats) -> N
 
 
 def test_swiglu_times_probabilities_gives_what_python_gives(extension: Any) -> None:
-    """As between two linears of experts, whose rows differ in number from call to call."""
+    """Two linears of experts call it so: the number of rows differs from call to call."""
     python, replayed = hopper(activations=swiglu), replay(hopper(activations=swiglu), extension)
     memory = [  # in one place: other calls are those whose tensors lie at other alignments, which vary on a CPU
         (torch.empty(rows, 512).bfloat16(), torch.empty(rows, 256).bfloat16(), torch.empty(rows)) for rows in (128, 256)

@@ -11,7 +11,7 @@ from snip_megatron.precision.errors import SnipError
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
-    """A machine whose GPU has ``capability``, or none."""
+    """Pretend a machine whose GPU has ``capability``, or a machine without a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")

@@ -194,7 +194,7 @@ def test_the_kernel_of_keys_gives_the_reference_s_words(quantizers: Quantizers) 
 
 
 def test_tiles_with_keys_from_memory(quantizers: Quantizers) -> None:
-    """Equal to those whose seeds are arguments."""
+    """They equal tiles whose seeds are arguments."""
     formats = ("fp4", "fp4")
     x, cols = seeded_matrix(128, 192), torch.arange(192) * 2
     seeds, words = keys_of_a_step()
@@ -210,7 +210,7 @@ def test_tiles_with_keys_from_memory(quantizers: Quantizers) -> None:
 
 @pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp8_tensor", "fp8_tensor"), ("fp8", None)])
 def test_a_kept_weight(quantizers: Quantizers, formats: tuple[str, str | None]) -> None:
-    """Written anew where it is not current; untouched, whatever the weight, where it is."""
+    """It is written anew unless it is current. If it is, it is untouched whatever the weight."""
     how = spec(*formats, weight=True)
     for function in (partial(quantizers.call, "quantize_operands"), operands.quantize_operands):
         first, second = (function(seeded_matrix(160, 128, seed), how) for seed in (0, 1))
