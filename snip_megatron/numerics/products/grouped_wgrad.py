@@ -4,9 +4,10 @@
 
 Experts have few rows, so that the traffic between the multiprocessors and the L2 cache takes most of the time. In bf16,
 a program has a large part of a gradient, so that operands are read less often, and sends its sums to the L2 cache,
-which adds them. Pointers need no descriptors of matrices, which a program would wait for. On an H200, wgrads of 16, 64
-and 128 experts took .80 to .97 of the time of parts half as large, which were read before the products and multiplied
-by two programs on a multiprocessor. :mod:`snip_megatron.numerics.products.grouped_hopper` has the references.
+which adds them. Pointers need no descriptors of matrices, which a program would wait for. On an H200, wgrads of 16 to
+128 experts took .90 to .98 of the time that smaller parts and descriptors take
+(``experts-wgrad-parts_h200_2026-11-30.json``). :mod:`snip_megatron.numerics.products.grouped_hopper` has the
+references.
 
 In fp8 and fp4, tiles of 128 rows belong to one expert, because its rows are padded to a multiple of 128. The tensor
 cores add the products of a tile, and FP32 units scale and add the sums of tiles.
