@@ -71,7 +71,7 @@ class Controller:
     clip_grad: float  # the host's limit of the gradient norm. 0 if gradients are not clipped
     restored: ControllerState | None = None  # the state of a checkpoint. None for a fresh run
     unquantised: float = 0.0  # FLOPs a token of the decoder's linears that no map covers, for all GEMMs together
-    kernels: WarmUp | None = None  # the kernels that maps and updates need. None if they need none
+    kernels: WarmUp | None = None  # the kernels that maps and updates need. None if all ranks have them
     timeline: Timeline | None = None  # the timeline of the run. None if its end is unknown
     # called for each map that is adopted, with those of a checkpoint and of phases. The first exception in it is
     # printed in one line, and training goes on
@@ -82,7 +82,6 @@ class Controller:
         self._channel = MapChannel(self.registry.names, self.device)  # broadcasts decisions of rank 0
         self._report = StepReport(self.device, None if restored is None else restored.in_flight, news)
         self._flops = {row.name: row.flops for row in self.registry.rows}
-        self._kernels_ready = self.kernels is None  # on all ranks
         self._fp4_share = self._fp4_share_of(self.registry.current)
         self._fp4_shares: dict[int, float] = {}  # of the steps whose loss has not arrived yet
         self._bound = bound_of(self.config)
@@ -96,11 +95,7 @@ class Controller:
 
     # -- step boundary -----------------------------------------------------------------------------------------
     def before_step(
-        self,
-        step: int,
-        probe: Probe,
-        measure: Measure | None = None,
-        diagnose: Diagnose | None = None,
+        self, step: int, probe: Probe, measure: Measure | None = None, diagnose: Diagnose | None = None
     ) -> None:
         """Run everything that precedes the 0-based ``train_step(step)``: adoptions and an update that are due.
 
@@ -209,15 +204,15 @@ class Controller:
 
     def _has_kernels(self, step: int) -> bool:
         """Return whether all ranks have their kernels. ``--snip-wait`` waits for them as for maps. Collective."""
-        if not self._kernels_ready and self.kernels is not None:
+        if self.kernels is not None:
             started = time.perf_counter()
             if not is_true_on_any(not self.kernels.finish(self.config.wait), self.device):
                 self._use_kernels(step, self.kernels, started)
-        return self._kernels_ready
+        return self.kernels is None
 
     def _use_kernels(self, step: int, kernels: WarmUp, started: float) -> None:
         """Begin to use the kernels, which all ranks have. Training has waited since ``started``. Collective."""
-        self._kernels_ready = True
+        self.kernels = None
         figures = kernels.complete()
         if figures:
             self._event(step, "compile", **figures, wait_s=_since(started))
@@ -373,7 +368,7 @@ class Controller:
         """Put the map ``new`` in force from ``step`` on. ``measured`` are the fields of its measured rise."""
         assert new is not None  # it is None only until ranks have agreed on rank 0's map
         started = time.perf_counter() if started is None else started
-        if self.kernels is not None and not self._kernels_ready:  # of a replay, a later phase, or a start
+        if self.kernels is not None:  # of a replay, a later phase, or a start
             self.kernels.finish()
             self._use_kernels(step, self.kernels, started)
             started = time.perf_counter()

@@ -82,8 +82,6 @@ class RunDirectory:
         self._body: dict[str, Any] = {"schema": RUN_SCHEMA, "config": jsonable(config), "facts": facts or {}}
         self._config = dump_json(self._body).encode()
         try:
-            if self.path.exists() and not self.path.is_dir():
-                raise SnipError(f"run directory {self.path}: is a file; choose another --snip-dir")
             take_lock(self.path)
             resuming = resume_step is not None
             changed = _compare_with_earlier_run(self.path, self._body, overwrite=overwrite, resuming=resuming)
@@ -116,7 +114,7 @@ class RunDirectory:
         """Replace one of the ``facts``, which became known later."""
         self._body["facts"] = {**self._body["facts"], name: value}
         self._config = dump_json(self._body).encode()
-        self.writer.replace(self.path / CONFIG, self._config, durable=True)
+        self.writer.replace(self.path / CONFIG, self._config)
 
     def _restore_config(self) -> None:
         """Write ``config.json`` again if the directory is gone. Readers and a resume need it."""

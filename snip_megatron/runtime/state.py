@@ -37,11 +37,6 @@ class BudgetSpent(JsonFields):
     times: float = 0.0
     last: int | None = None  # the step before which the run ends. None if it was not known
 
-    def __post_init__(self) -> None:
-        for name in ("origin", "steps", "shares", "times"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: must be 0 or more")
-
     def add(self, share: float, precision_map: PrecisionMap, steps: int = 1) -> None:
         """Add steps that ran under one map with the fp4 share ``share``. Without a prediction its time is bf16's."""
         self.steps += steps

@@ -18,7 +18,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +68,11 @@ def dump_json(value: Any) -> str:
     return json.dumps(jsonable(value), indent=1, allow_nan=False) + "\n"
 
 
-def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write ``data`` to a temporary file in the same folder, sync it, and rename it to ``path``.
 
-    A reader sees the whole old file or the whole new one, also after a loss of power. With ``durable`` it is the new
-    one if this function has returned. Several processes may write the same file. Raises OSError if it cannot be
-    written.
+    A reader sees the whole old file or the whole new one, also after a loss of power. It is the new one if this
+    function has returned. Several processes may write the same file. Raises OSError if it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{uuid.uuid4().hex}.part")
@@ -88,13 +86,12 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
-    if durable:
-        with contextlib.suppress(OSError):  # some file systems cannot sync a folder, and the file is complete
-            descriptor = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+    with contextlib.suppress(OSError):  # some file systems cannot sync a folder, and the file is complete
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @dataclass(eq=False, slots=True)
@@ -147,9 +144,9 @@ class Writer:
         """Append one record to a file of JSON lines."""
         self._put(path, self._append, _line(record))
 
-    def replace(self, path: Path, data: bytes, *, durable: bool = False) -> None:
+    def replace(self, path: Path, data: bytes) -> None:
         """Write a whole file."""
-        self._put(path, partial(write_atomically, durable=durable), data)
+        self._put(path, write_atomically, data)
 
     def _put(self, path: Path, write: Callable[[Path, bytes], None], data: bytes) -> None:
         record = _Record(path, write, data, path.stem if path.parent == self._folder else path.parent.name)

@@ -25,7 +25,7 @@ def test_two_writers_of_one_file_leave_one_of_their_files(tmp_path):
 
     def write(data: bytes) -> None:
         for _ in range(100):
-            storage.write_atomically(tmp_path / "file", data, durable=False)
+            storage.write_atomically(tmp_path / "file", data)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(write, contents))
