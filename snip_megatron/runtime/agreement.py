@@ -62,10 +62,7 @@ class Terms:
 def configuration_table(config: SnipConfig, backend: str, library: str, versions: Table) -> dict[str, str]:
     """Return the fields of a configuration and of this rank's machine that must be equal on all ranks.
 
-    Args:
-        backend: Name of the GEMM backend.
-        library: The library that multiplies for it.
-        versions: Further packages → version.
+    ``library`` multiplies for the GEMM backend named ``backend``. ``versions`` are those of further packages.
     """
     import torch
 
@@ -244,11 +241,7 @@ def together[T](prepare: Callable[[], tuple[T, Terms]], channel: Channel | None,
 
     Otherwise all ranks raise the same AgreedError, which rank 0 has printed as a line of ``program``. It names the
     first rank that failed, or the first that differs. The traceback of an error that is not a SnipError is printed on
-    that rank.
-
-    Args:
-        prepare: Returns what the caller needs, and the terms of this rank.
-        channel: The ranks. If it is None, nothing is compared, and errors of ``prepare`` are raised as they are.
+    that rank. Without a channel, nothing is compared, and errors of ``prepare`` are raised as they are.
     """
     if channel is None:
         return prepare()[0]

@@ -210,24 +210,20 @@ def _json(text: str) -> Any:
 def load_schedule(schedule: str, budget: str) -> Schedule | None:
     """Return the phases of ``--snip-schedule``. None if it is ``static``.
 
-    Args:
-        schedule: ``static``, ``auto``, the name of a ``snip.schedule/1`` file, or the text of one.
-        budget: Kind of the run's budget.
-
-    Raises:
-        SnipError: If the file cannot be read, or a phase has a budget of another kind.
+    ``schedule`` is ``static``, ``auto``, the name of a ``snip.schedule/1`` file, or the text of one. Raises SnipError
+    if the file cannot be read, or a phase has a budget of another kind than ``budget``.
     """
     if schedule in ("static", "auto"):
         return AUTO if schedule == "auto" else None
-    text, is_text = schedule, schedule.startswith("{")
-    path = f"--snip-schedule {cut(schedule) if is_text else schedule}"
-    if not is_text:
+    path, content = f"--snip-schedule {cut(schedule)}", schedule.encode()
+    if not schedule.startswith("{"):
+        path = f"--snip-schedule {schedule}"
         try:
-            text = Path(schedule).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text"
-            raise SnipError(f"{path}: cannot be read ({reason}); give static, auto or a snip.schedule/1 file") from None
-    phases = Schedule.from_json(text, where=path)
+            content = Path(schedule).read_bytes()
+        except OSError as error:
+            reason = f"{error.strerror}); give static, auto or a snip.schedule/1 file"
+            raise SnipError(f"{path}: cannot be read ({reason}") from None
+    phases = Schedule.from_json(content, where=path)
     for i, phase in enumerate(phases.phases):
         if phase.budget is not None and phase.budget.kind != budget:
             raise SnipError(

@@ -52,6 +52,9 @@ class RunDirectory:
     Only the constructor touches files in the calling thread, and raises if that fails. All later records are written by
     the thread of a :class:`Writer`, so that a file system that fails or stalls costs the training nothing.
 
+    Raises SnipError if the directory cannot be written, is written by another job, belongs to another configuration, or
+    holds the events of an earlier run although this run does not resume.
+
     Args:
         config: The configuration of the run. On a restart it is compared with the one in the directory.
         facts: Values that may differ between restarts (layout, versions). The latest are stored.
@@ -59,13 +62,6 @@ class RunDirectory:
             is accepted; the records before that step stay.
         resume_step: The next training step after a checkpoint was loaded. None for a fresh run. A job that may be a
             restarted one and has no checkpoint passes 0.
-
-    Attributes:
-        step_s: Duration of the last completed training step in seconds. Every event records it.
-
-    Raises:
-        SnipError: If the directory cannot be written, is written by another job, belongs to another configuration, or
-            holds the events of an earlier run although this run does not resume.
     """
 
     def __init__(
@@ -78,7 +74,7 @@ class RunDirectory:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(path)
-        self.step_s: float | None = None
+        self.step_s: float | None = None  # seconds of the last completed training step, which every event records
         self._body: dict[str, Any] = {"schema": RUN_SCHEMA, "config": jsonable(config), "facts": facts or {}}
         self._config = dump_json(self._body).encode()
         try:
@@ -93,9 +89,8 @@ class RunDirectory:
             release_lock(self.path)
             if isinstance(error, SnipError):
                 raise
-            raise SnipError(
-                f"run directory {self.path}: cannot be written ({error}); choose another --snip-dir"
-            ) from None
+            why = f"cannot be written ({error}); choose another --snip-dir"
+            raise SnipError(f"run directory {self.path}: {why}") from None
         self._last_step = -1 if resume_step is None else resume_step
         self._closed = False
         self.writer = Writer(self.path, self._restore_config, self._loss_record)
