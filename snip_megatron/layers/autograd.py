@@ -129,7 +129,7 @@ class QuantizedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         """Run fprop, and save the operand of wgrad and the formats of the call for the backward."""
         handle = call.handle
-        backend = handle.context.backend if call.override is None else call.backend
+        backend = call.backend
         # The parameter itself is kept on ctx. Activation checkpointing may replace a saved tensor by one that has no
         # main_grad.
         ctx.weight, ctx.x_shape, ctx.has_bias, ctx.call = weight, x.shape, bias is not None, call
@@ -167,10 +167,7 @@ class QuantizedLinear(torch.autograd.Function):
         """Run dgrad and wgrad."""
         call: LinearCall = ctx.call
         handle, weight, g = call.handle, ctx.weight, grad_outputs[0]
-        if torch.is_grad_enabled():  # torch's once_differentiable does the same in more time
-            raise SnipError(f"{handle.name}: create_graph=True is not supported, because rounding has no derivative")
-        if weight._version != ctx.version:
-            raise SnipError(f"{handle.name}: its weight was changed between the forward and the backward")
+        check_backward(handle.name, (weight,), (ctx.version,))
         fprop, dgrad, wgrad = ctx.formats
         grad_weight: Tensor | None
         x = restored((ctx.saved_tensors, ctx.structure))
@@ -273,26 +270,48 @@ def _unflattened(y: Tensor, x: Tensor, call: LinearCall) -> Tensor:
     return unflattened(y, leading)
 
 
+def check_backward(name: str, weights: Sequence[Tensor] = (), versions: Sequence[int] = ()) -> None:
+    """Raise SnipError if a backward cannot follow its forward, in which the weights' counters had ``versions``."""
+    if torch.is_grad_enabled():  # torch's once_differentiable does the same in more time
+        raise SnipError(f"{name}: create_graph=True is not supported, because rounding has no derivative")
+    if any(weight._version != version for weight, version in zip(weights, versions, strict=True)):
+        raise SnipError(f"{name}: its weight was changed between the forward and the backward")
+
+
 def weight_operands(
     call: LinearCall, weight: Tensor, fprop: Format, dgrad: Format, *, refresh: bool = True
 ) -> OperandPair:
-    """Return the weight as the operands of fprop and of dgrad, quantised if it has changed.
+    """Return the weight of a linear by :func:`current_weights`."""
+    quantize, spec = partial(call.backend.quantize, weight), partial(call.spec, "w", weight)
+    return current_weights(call, (weight,), (fprop, dgrad), quantize, spec, refresh=refresh)
 
-    With CUDA graphs only a forward may quantise it anew (``refresh``). A weight that is gathered for every pass becomes
-    the operand of that pass alone.
+
+def current_weights(
+    call: LinearCall,
+    weights: Sequence[Tensor],
+    formats: tuple[Format, Format],
+    quantize: Callable[..., OperandPair],
+    spec: Callable[[Format | None, Format | None], OperandSpec],
+    *,
+    refresh: bool,
+) -> OperandPair:
+    """Return the weights of a linear, or of that of all experts, as the operands of fprop and of dgrad.
+
+    They are quantised if one has changed. With CUDA graphs only a forward may quantise them anew (``refresh``). Weights
+    that are gathered for every pass become the operands of that pass alone.
+
+    Args:
+        formats: those of fprop and dgrad, of which ``spec`` returns how the weights are quantised.
+        quantize: called with that spec and, with CUDA graphs, the pair of operands to write to.
     """
-    state, backend = call.handle.state, call.handle.context.backend if call.override is None else call.backend
-
-    def spec() -> OperandSpec:
-        return call.spec("w", weight, fprop, dgrad)
-
+    state, (fprop, dgrad) = call.handle.state, formats
     if call.handle.context.fsdp_sharded:
-        return backend.quantize(weight, call.spec("w", weight, *((fprop, None) if refresh else (None, dgrad))))
+        return quantize(spec(fprop, None) if refresh else spec(None, dgrad))
     if state.graphed is None or not call.trains:
-        return state.weights.get(backend, (weight,), (fprop, dgrad), lambda: backend.quantize(weight, spec()))
+        return state.weights.get(call.backend, weights, formats, lambda: quantize(spec(fprop, dgrad)))
     if refresh:
-        key = (backend, fprop, dgrad, weight.data_ptr())
-        return state.graphed.weight.refresh(key, partial(backend.quantize, weight), spec)
+        key = (call.backend, fprop, dgrad, weights[0].data_ptr())
+        return state.graphed.weight.refresh(key, quantize, lambda: spec(fprop, dgrad))
     return state.graphed.weight.operands
 
 
@@ -307,7 +326,7 @@ def gradient_keys(call: LinearCall, g: Tensor, *formats: Format) -> GradientKeys
         formats: formats of dgrad and wgrad.
     """
     handle = call.handle
-    context, graphed, cols = handle.context, handle.state.graphed, handle.columns(g.device)
+    context, graphed, cols = handle.context, handle.state.graphed, handle.columns
     if STOCHASTIC.isdisjoint(formats):
         return GradientKeys(None, None, cols)
     first_row = handle.tp_rank * math.prod(g.shape[:-1]) if handle.shares_tokens else 0
@@ -428,9 +447,7 @@ class Exchange(NamedTuple):
 
 def gather_tokens(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the token shards x [s/tp, b, K] of all ranks along dimension 0."""
-    out = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-    return out
+    return start_gather(x.contiguous(), group).result()
 
 
 def start_gather(x: Tensor, group: dist.ProcessGroup | None) -> Exchange:

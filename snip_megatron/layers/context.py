@@ -220,17 +220,11 @@ class LinearHandle:
         """Whether another tensor parallel rank reports the weight, because it has the same one."""
         return self.parallel == "whole" and self.tp_rank > 0
 
-    def columns(self, device: torch.device) -> torch.Tensor:
-        """Return the output features on a device. Stochastic rounding reads them in every backward."""
-        columns = self._columns.get(device)
-        if columns is None:
-            with torch.inference_mode(False):  # a validation may make them for training
-                columns = self._columns[device] = self.out_features.to(device)
-        return columns
-
     @functools.cached_property
-    def _columns(self) -> dict[torch.device, torch.Tensor]:
-        return {}
+    def columns(self) -> torch.Tensor:
+        """The output features on the weight's device. Stochastic rounding reads them in every backward."""
+        with torch.inference_mode(False):  # a validation may make them for training
+            return self.out_features.to(self.weight.device)
 
     def global_microbatch(self, microbatch: int) -> int:
         """Return the index of this rank's ``microbatch`` among those of all ranks that have the same weight."""

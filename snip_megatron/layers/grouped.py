@@ -16,6 +16,8 @@ from torch import Tensor
 from snip_megatron.layers.autograd import (
     LinearCall,
     autograd_gradient,
+    check_backward,
+    current_weights,
     gradient_keys,
     gradient_placeholder,
     main_grad_of,
@@ -31,7 +33,6 @@ from snip_megatron.numerics.quantize.formats import SPECS, TILE
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
 from snip_megatron.numerics.quantize.reference import ROTATED, Rotation
 from snip_megatron.precision import Format, Formats, Gemm
-from snip_megatron.precision.errors import SnipError
 
 
 class GroupedCall(NamedTuple):
@@ -74,11 +75,7 @@ class GroupedCall(NamedTuple):
 
     def check(self) -> None:
         """Raise SnipError if a backward cannot follow the forward."""
-        name = self.linear.handle.name
-        if torch.is_grad_enabled():
-            raise SnipError(f"{name}: create_graph=True is not supported, because rounding has no derivative")
-        if self.versions != [weight._version for weight in self.weights]:
-            raise SnipError(f"{name}: a weight was changed between the forward and the backward")
+        check_backward(self.linear.handle.name, self.weights, self.versions)
 
     def wgrad(self, g: Any, x: Any) -> Sequence[Tensor | None]:
         """Run wgrad on its operands, and return what autograd gets for the weights that it sees."""
@@ -203,20 +200,9 @@ def _by_expert(
 
 @torch.no_grad()
 def _weight_operands(call: GroupedCall, *, backward: bool = False) -> OperandPair:
-    """Return the weights as the operands of fprop and of dgrad, quantised if one of them has changed.
-
-    Weights that are gathered for every pass become the operands of that pass alone.
-    """
-    context, weights, (fprop, dgrad, _) = call.linear.handle.context, call.weights, call.formats
-    if context.fsdp_sharded:
-        spec = OperandSpec(None, dgrad, weight=True) if backward else OperandSpec(fprop, None, weight=True)
-        return call.products.quantize_weights(weights, spec)
-    state, spec = call.linear.handle.state, OperandSpec(fprop, dgrad, weight=True)
-    quantize = partial(call.products.quantize_weights, weights)
-    if state.graphed is not None and call.linear.trains:
-        key = (call.linear.backend, fprop, dgrad, weights[0].data_ptr())
-        return state.graphed.weight.refresh(key, quantize, lambda: spec)
-    return state.weights.get(call.linear.backend, weights, (fprop, dgrad), partial(quantize, spec))
+    """Return the weights of all experts by :func:`.autograd.current_weights`."""
+    quantize, spec = partial(call.products.quantize_weights, call.weights), partial(OperandSpec, weight=True)
+    return current_weights(call.linear, call.weights, call.formats[:2], quantize, spec, refresh=not backward)
 
 
 def gradient_spec(call: GroupedCall, g: Tensor) -> OperandSpec:
@@ -266,11 +252,5 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_backward("rows of experts")
         return ctx.move_back(grad_outputs[0]), None, None
-
-
-def refuse_second_derivatives() -> None:
-    """Raise SnipError in a backward that is to be differentiated. torch's once_differentiable takes more time."""
-    if torch.is_grad_enabled():
-        raise SnipError("create_graph=True is not supported, because rounding has no derivative")

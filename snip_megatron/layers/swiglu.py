@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.layers.autograd import LinearCall, PrequantizedTensor, gradient_keys
+from snip_megatron.layers.autograd import LinearCall, PrequantizedTensor, check_backward, gradient_keys
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products, refuse_second_derivatives
+from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products
 from snip_megatron.numerics.products.backend import assemble, flatten, matrix, restored_operands
 from snip_megatron.numerics.products.grouped import Rows
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
@@ -70,7 +70,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradient of y."""
-        refuse_second_derivatives()
+        check_backward("SwiGLU")
         return ctx.gradient(grad_outputs[0].contiguous(), *ctx.saved_tensors), None, None
 
 

@@ -90,8 +90,10 @@ def restored_operands(operands: Any) -> Any:
 
 
 # -- the reference's products ------------------------------------------------------------------------------------
-def numbers(operand: UnquantizedOperand) -> Tensor:
+def numbers(operand: UnquantizedOperand | ExactOperand) -> Tensor:
     """Return the numbers that a GEMM multiplies: the matrix itself in bf16, otherwise Q of it in FP32."""
+    if isinstance(operand, ExactOperand):
+        return operand.dequantize()
     if operand.format is Format.BF16:
         return operand.tensor
     x, options = operand.spec.quantizer_arguments(operand.tensor, operand.axis)
@@ -195,11 +197,11 @@ class GemmBackend:
             out: tensor that wgrad is added to, and that is returned. A library may write fprop and dgrad to it. Without
                 it, the result is in new memory.
         """
-        assert isinstance(a, UnquantizedOperand)
-        assert isinstance(b, UnquantizedOperand)
-        if gemm is Gemm.WGRAD and a.format is Format.BF16:
-            return self.accumulate_plain(a.tensor, b.tensor, out)
+        assert not isinstance(a, Operand)
+        assert not isinstance(b, Operand)
         left, right = numbers(a), numbers(b)
+        if gemm is Gemm.WGRAD and isinstance(a, UnquantizedOperand) and a.format is Format.BF16:
+            return self.accumulate_plain(left, right, out)
         if gemm is Gemm.WGRAD:
             return add_product(left, right, out)
         return (left @ (right.t() if gemm is Gemm.FPROP else right)).to(dtype)

@@ -151,7 +151,7 @@ class GroupLoop:
         """
         assert not isinstance(splits, DeviceRows)
         rows = torch.split(x, list(splits))
-        return by_side([self._quantize(part, of_expert(spec, e)) for e, part in enumerate(rows)], spec)
+        return by_side([self.quantize_expert(e, part, of_expert(spec, e)) for e, part in enumerate(rows)], spec)
 
     def quantize_unpadded(self, x: Tensor, rows: Rows, spec: OperandSpec) -> OperandPair:
         """Do the same for the padded rows of x, which has no padding."""
@@ -171,7 +171,11 @@ class GroupLoop:
         weights and formats, if that is given.
         """
         assert cached is None
-        return by_side([self._quantize(weight, spec) for weight in weights], spec)
+        return by_side([self.quantize_expert(e, weight, spec) for e, weight in enumerate(weights)], spec)
+
+    def quantize_expert(self, expert: int, x: Tensor, spec: OperandSpec) -> OperandPair:
+        """Return a matrix of one expert as the operands of its two products."""
+        return self._quantize(x, spec)
 
     def fuses_swiglu(self, formats: FormatPair) -> bool:
         """Return whether :meth:`swiglu` and :meth:`swiglu_gradient` make operands in these formats."""

@@ -8,19 +8,18 @@ where it rounds stochastically. Measuring passes alone run this: no map has thes
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from snip_megatron.numerics.products.backend import GemmBackend, add_product
-from snip_megatron.numerics.products.grouped import DeviceRows, GroupLoop, Rows, by_side, of_expert
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.products.grouped import GroupLoop
 from snip_megatron.numerics.quantize.formats import E2M1, E4M3, E5M2, TILE, Element
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, OperandSpec
 from snip_megatron.numerics.quantize.reference import of_elements, rotate
 from snip_megatron.numerics.quantize.rounding import Key, random_bits, round_to_element
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format
 
 FORMATS = {
     "delayed": Format.FP8_TENSOR,
@@ -223,16 +222,6 @@ class RecipeGemms(GemmBackend):
                 pair[side] = self.recipe.quantize(x, operand, axis, scale=scale, draws=draws)
         return pair[0], pair[1]
 
-    def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """See the base class."""
-        if not isinstance(a, ExactOperand):
-            return super().multiply(gemm, a, b, dtype, out)
-        left, right = a.dequantize(), b.dequantize()
-        if gemm is Gemm.WGRAD:
-            return add_product(left, right, out)
-        product: Tensor = left @ (right.t() if gemm is Gemm.FPROP else right)
-        return product.to(dtype)
-
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
         """See the base class."""
         return _Experts(self.quantize, self.multiply)
@@ -241,18 +230,9 @@ class RecipeGemms(GemmBackend):
 class _Experts(GroupLoop):
     """Products of experts, each of which has histories of its own."""
 
-    def quantize_rows(self, x: Tensor, splits: Sequence[int] | Rows, spec: OperandSpec) -> OperandPair:
+    def quantize_expert(self, expert: int, x: Tensor, spec: OperandSpec) -> OperandPair:
         """See the base class."""
-        assert not isinstance(splits, DeviceRows)
-        parts = enumerate(torch.split(x, list(splits)))
-        return by_side([self._quantize(part, of_expert(spec, e), expert=e) for e, part in parts], spec)
-
-    def quantize_weights(
-        self, weights: Sequence[Tensor], spec: OperandSpec, cached: CachedPair | None = None
-    ) -> OperandPair:
-        """See the base class."""
-        assert cached is None
-        return by_side([self._quantize(weight, spec, expert=e) for e, weight in enumerate(weights)], spec)
+        return self._quantize(x, spec, expert=expert)
 
 
 def _draws(x: Tensor, key: Key, spec: OperandSpec) -> Tensor:

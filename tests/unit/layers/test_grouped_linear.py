@@ -138,7 +138,7 @@ def test_weights_are_quantised_once_and_again_if_one_changes() -> None:
     assert backend.weights == 6
     with torch.no_grad():
         experts.weight2.mul_(2)
-    with pytest.raises(SnipError, match="a weight was changed between the forward and the backward"):
+    with pytest.raises(SnipError, match="its weight was changed between the forward and the backward"):
         y.backward(g)
 
 
