@@ -7,6 +7,7 @@ change of the gradient and nothing else, in FP32. All other GEMMs run in bf16.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, Override
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat, setup
 from snip_megatron.megatron.host import MegatronStep
+from snip_megatron.numerics.products.backend import GemmBackend, unrounded
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
@@ -33,6 +35,9 @@ from snip_megatron.runtime.host import Host, ProbeResult
 from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.sensitivity.update_error import AdamWState, StepScale
 
+NUDGE = 2.0**-6
+"""Size of a nudge relative to the machine epsilon of the training dtype. In bf16 a nudge is 1e-4 of a value. That is
+far below a rounding step, but about one element in fifty rounds to another value. In FP32 a nudge changes nothing."""
 _SCALE = "main_loss_backward_scale"
 Outputs = tuple[torch.Tensor, Callable[..., Any]]
 
@@ -224,13 +229,14 @@ class _Call:
         nothing = Override(microbatch=running.microbatch)
         if trial is None or not running.sign or handle.name not in trial.linears:
             return nothing
+        inner = handle.context.backend
         if trial.format is None:
-            return Override(microbatch=running.microbatch, perturb=trial.gemm) if running.sign > 0 else nothing
+            return replace(nothing, backend=NudgedGemm(inner, trial.gemm)) if running.sign > 0 else nothing
         if running.sign > 0:
             return Override(_only(trial.gemm, trial.format), running.microbatch)
         if trial.gemm is not Gemm.FPROP:
             return nothing
-        return Override(microbatch=running.microbatch, compare=trial.format, report=self._note_first_order)
+        return replace(nothing, backend=ComparedFprop(inner, handle, trial.format, self._note_first_order))
 
     def _note_first_order(self, dot: torch.Tensor) -> None:
         """Note ⟨G, E⟩ of this rank's shards. G is of the pass whose loss is multiplied by −1."""
@@ -241,6 +247,50 @@ def _only(gemm: Gemm, fmt: Format) -> Formats:
     formats = list(ALL_BF16)
     formats[GEMM_INDEX[gemm]] = fmt
     return formats[0], formats[1], formats[2]
+
+
+# -- backends of a pass in bf16 ----------------------------------------------------------------------------------------
+class NudgedGemm(GemmBackend):
+    """Multiplies as ``inner``, but the products of ``gemm``, fprop or dgrad, are times 1 + NUDGE·eps before rounding.
+
+    The effect on the loss is the noise that another order of summation would also cause (docs/how-it-works.md).
+    """
+
+    def __init__(self, inner: GemmBackend, gemm: Gemm) -> None:
+        self.name, self._inner, self._gemm = inner.name, inner, gemm
+
+    def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+        if gemm is not self._gemm:
+            return self._inner.multiply(gemm, a, b, dtype, out)
+        product = unrounded(a.tensor, b.tensor.t() if gemm is Gemm.FPROP else b.tensor)
+        return (product * (1.0 + NUDGE * torch.finfo(dtype).eps)).to(dtype)
+
+
+class ComparedFprop(GemmBackend):
+    """Multiplies as ``inner``, and reports ⟨G, E⟩ in the backward, where E is the error of fprop in a format.
+
+    ``report`` is called with a float64 scalar, of this rank's shards and G as autograd passes it, for every expert.
+    """
+
+    def __init__(
+        self, inner: GemmBackend, handle: LinearHandle, fmt: Format, report: Callable[[torch.Tensor], None]
+    ) -> None:
+        self.name, self._inner, self._handle, self._format, self._report = inner.name, inner, handle, fmt, report
+        self._errors: deque[torch.Tensor] = deque()  # E [T, N] of the linear, or of each of its experts
+
+    def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+        product = self._inner.multiply(gemm, a, b, dtype, out)
+        if gemm is Gemm.FPROP:
+            specs = (
+                (side.tensor, self._handle.spec(name, side.tensor, self._format, None))
+                for name, side in (("x", a), ("w", b))
+            )
+            left, right = (self._inner.quantize(tensor, spec)[0] for tensor, spec in specs)
+            error = self._inner.multiply(gemm, left, right, dtype).float() - product.float()
+            self._errors.append(error.to(dtype))
+        elif gemm is Gemm.DGRAD:
+            self._report((a.tensor.float() * self._errors.popleft().float()).sum(dtype=torch.float64))
+        return product
 
 
 # -- in a training -------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from snip_megatron.numerics.products.backend import (
     matrix,
     restored,
     unflattened,
-    unrounded,
 )
 from snip_megatron.numerics.quantize import derive_seeds
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
@@ -133,7 +132,7 @@ class QuantizedLinear(torch.autograd.Function):
         # The parameter itself is kept on ctx. Activation checkpointing may replace a saved tensor by one that has no
         # main_grad.
         ctx.weight, ctx.x_shape, ctx.has_bias, ctx.call = weight, x.shape, bias is not None, call
-        ctx.formats, ctx.error, ctx.version = call.formats, None, weight._version
+        ctx.formats, ctx.version = call.formats, weight._version
         ctx.recorder = handle.state.recorder if handle.context.probing else None
         fprop, dgrad, wgrad = ctx.formats
         total, saved, saved_format = x, None, wgrad if call.has_backward else None
@@ -152,13 +151,9 @@ class QuantizedLinear(torch.autograd.Function):
         if saved is not None:
             tensors, ctx.structure = saved
             ctx.save_for_backward(*tensors)
-        if call.override is not None:
-            y = perturbed(call.override, Gemm.FPROP, matrix(total), weight.t(), matrix(y))
-            if call.has_backward:
-                ctx.error = output_error(call.override, handle, backend, matrix(total), weight, y)
         if call.reduce_scatter:
             y = start_reduce_scatter(matrix(y), call.tp_group).result()
-        if y.dim() != x.dim() or call.override is not None:
+        if y.dim() != x.dim():
             y = _unflattened(y, x, call)
         return y if bias is None else y + bias
 
@@ -214,10 +209,6 @@ def _backward_in_parts(
         rowwise, columnwise = backend.quantize(matrix(g).contiguous(), spec)
     handle.state.backwards += 1
     d_local = backend.multiply(Gemm.DGRAD, rowwise, w, g.dtype)
-    if call.override is not None:
-        rows = matrix(g).contiguous()
-        d_local = perturbed(call.override, Gemm.DGRAD, rows, weight, d_local)
-        report_error(call.override, rows, ctx.error)
     if x_gather is not None:
         x_gather.wait()
 
@@ -381,43 +372,6 @@ def autograd_gradient(
 def gradient_placeholder(weight: Tensor) -> Tensor:
     """Return the placeholder of a gradient that has been added to ``main_grad``."""
     return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
-
-
-# -- what a measuring pass does beside overriding formats --------------------------------------------------------------
-NUDGE = 2.0**-6
-"""Size of a nudge relative to the machine epsilon of the training dtype. In bf16 a nudge is 1e-4 of a value. That is
-far below a rounding step, but about one element in fifty rounds to another value. In FP32 a nudge changes nothing."""
-
-
-def perturbed(override: Override, gemm: Gemm, left: Tensor, right: Tensor, plain: Tensor) -> Tensor:
-    """Return ``left @ right`` times 1 + NUDGE·eps, rounded to the dtype of ``plain``, if ``gemm`` is to be nudged.
-
-    Returns ``plain``, the product that has been computed already, otherwise. The effect of a nudge on the loss is the
-    noise that another order of summation would also cause (docs/how-it-works.md).
-    """
-    if override.perturb is not gemm:
-        return plain
-    return (unrounded(left, right) * (1.0 + NUDGE * torch.finfo(plain.dtype).eps)).to(plain.dtype)
-
-
-def output_error(
-    override: Override, handle: LinearHandle, backend: GemmBackend, x: Tensor, weight: Tensor, y: Tensor
-) -> Tensor | None:
-    """Return the error E [T, N] that fprop has in the format ``override.compare``, in y's dtype.
-
-    Returns None if ``override.compare`` is None. It is relative to ``y`` [T, N]; the operands are [T, K] and [N, K].
-    """
-    fmt = override.compare
-    if fmt is None:
-        return None
-    left, right = (backend.quantize(t, handle.spec(name, t, fmt, None))[0] for name, t in (("x", x), ("w", weight)))
-    return (backend.multiply(Gemm.FPROP, left, right, y.dtype).float() - y.float()).to(y.dtype)
-
-
-def report_error(override: Override, g: Tensor, error: Tensor | None) -> None:
-    """Pass ⟨G, E⟩ of this rank's shards to ``override.report``. Does nothing if there is no error or no receiver."""
-    if error is not None and override.report is not None:
-        override.report((g.float() * error.float()).sum(dtype=torch.float64))
 
 
 # -- what tensor parallel ranks exchange around the GEMMs ------------------------------------------------------------

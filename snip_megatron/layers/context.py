@@ -70,13 +70,6 @@ class Override:
     # index of the microbatch in the step. It enters the keys of stochastic rounding, so that a repeated microbatch
     # rounds as it did before. None: that of the backward that runs
     microbatch: int | None = None
-    # the GEMM whose result is changed by less than a rounding step of the training dtype, which measures the effect of
-    # rounding alone. None if no GEMM is changed. See :func:`snip_megatron.layers.autograd.perturbed`
-    perturb: Gemm | None = None
-    # a format for fprop. The backward reports ⟨G, E⟩, where E is the error that fprop has in this format
-    compare: Format | None = None
-    # called with ⟨G, E⟩, a float64 scalar, for the shards of this tensor parallel rank and G as autograd passes it
-    report: Callable[[torch.Tensor], None] | None = None
     backend: GemmBackend | None = None  # what multiplies in the pass. None: the backend of all linears
 
 

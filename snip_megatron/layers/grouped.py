@@ -21,9 +21,6 @@ from snip_megatron.layers.autograd import (
     gradient_keys,
     gradient_placeholder,
     main_grad_of,
-    output_error,
-    perturbed,
-    report_error,
     unreduced_gradient,
 )
 from snip_megatron.layers.context import LinearHandle, signs_of
@@ -153,18 +150,11 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: Sequence[int], call: GroupedCall, *_: Tensor) -> Tensor:
         """Run fprop, and save the operand of wgrad for the backward."""
-        handle, weights = call.linear.handle, call.weights
         ctx.call, ctx.splits = call._replace(operands=(None, call.operands[1])), splits
-        probed = handle.context.probing and call.linear.has_backward
+        probed = call.linear.handle.context.probing and call.linear.has_backward
         ctx.recorders = [each.state.recorder for each in call.handles] if probed else None
         rowwise, columnwise = call.products.quantize_rows(x, splits, call.input_spec)
         y = call.products.multiply(Gemm.FPROP, rowwise, call.operands[0], x.dtype)
-        override = call.linear.override
-        if override is not None:
-            y = _by_expert(splits, lambda a, b, out: perturbed(override, Gemm.FPROP, a, b.t(), out), x, weights, y)
-            if override.compare is not None:
-                error = partial(output_error, override, handle, call.linear.backend)
-                ctx.error = _by_expert(splits, error, x, weights, y)
         if call.linear.has_backward:
             tensors, ctx.structure = flatten(columnwise)
             ctx.save_for_backward(*tensors, *([x] if probed else []))
@@ -174,28 +164,16 @@ class GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Run dgrad and wgrad."""
         call: GroupedCall = ctx.call
-        weights, g, splits = call.weights, grad_outputs[0].contiguous(), ctx.splits
+        g, splits = grad_outputs[0].contiguous(), ctx.splits
         call.check()
         *saved, x = ctx.saved_tensors if ctx.recorders is not None else (*ctx.saved_tensors, None)
         rowwise, columnwise = call.products.quantize_rows(g, splits, gradient_spec(call, g))
         _, w = call.operands if call.operands[1] is not None else _weight_operands(call, backward=True)
         d = call.products.multiply(Gemm.DGRAD, rowwise, w, g.dtype)
-        override = call.linear.override
-        if override is not None:
-            d = _by_expert(splits, partial(perturbed, override, Gemm.DGRAD), g, weights, d)
-            report_error(override, g, getattr(ctx, "error", None))
         grads = call.wgrad(columnwise, restored_operands(assemble((tuple(saved), ctx.structure))))
         if x is not None:
             _record(ctx.recorders, call, splits, x, g, d)
         return d, None, None, *grads
-
-
-def _by_expert(
-    splits: Sequence[int], function: Callable[..., Any], rows: Tensor, weights: Sequence[Tensor], out: Tensor
-) -> Tensor:
-    """Return ``function(rows, weight, out)`` of every expert, which a measuring pass requests, as one tensor."""
-    of_rows, of_out = (torch.split(each, list(splits)) for each in (rows, out))
-    return torch.cat([function(*each) for each in zip(of_rows, weights, of_out, strict=True)])
 
 
 @torch.no_grad()

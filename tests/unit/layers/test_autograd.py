@@ -11,8 +11,10 @@ from handles import Recorder, handle_of
 from linears import FC1, convert, operands, our_linear, passed, reference, stock_linear
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.quality.oracle import ComparedFprop
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import LinearHandle, LinearState, Override, StepContext
+from snip_megatron.numerics.products.backend import REFERENCE
 from snip_megatron.numerics.products.check import decibel
 from snip_megatron.numerics.products.host_recipe import HostRecipe, RecipeGemms
 from snip_megatron.precision import ALL_BF16, Format, Formats
@@ -358,11 +360,11 @@ def test_nothing_forced_is_the_plain_linear_with_wgrad_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_first_order_term_is_that_of_the_forced_output(dtype: torch.dtype) -> None:
+def test_a_backend_that_compares_reports_the_first_order_term_of_the_forced_output(dtype: torch.dtype) -> None:
     handle = linear(dtype, StepContext())
     x, g = operands(S, B, N, K, dtype)
     actual: list[torch.Tensor] = []
-    plain = forced_pass(handle, Override(compare=Format.FP4, report=actual.append), x, g)
+    plain = forced_pass(handle, Override(backend=ComparedFprop(REFERENCE, handle, FP4, actual.append)), x, g)
     for a, b in zip(plain, forced_pass(handle, Override(), x, g), strict=True):
         assert torch.equal(a, b)  # comparing changes nothing
     forced = forced_pass(handle, replace(Override(), formats=(Format.FP4, Format.BF16, Format.BF16)), x, g)

@@ -11,6 +11,7 @@ from linears import reference
 from test_weights import Counting
 from torch import Tensor
 
+from benchmarks.quality.oracle import ComparedFprop, NudgedGemm
 from snip_megatron.layers.context import LinearState, Override, StepContext
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, pad, unpad
 from snip_megatron.layers.registry import DeviceStep
@@ -304,7 +305,7 @@ def test_experts_in_bf16_run_grouped_gemms_under_a_map_that_quantises() -> None:
         assert experts.handles[0].is_stock
 
 
-def test_a_measuring_pass_forces_the_format_of_all_experts_nudges_and_reports_the_error() -> None:
+def test_a_measuring_pass_forces_the_format_and_the_backend_of_all_experts() -> None:
     splits = (130, 0, 7)
     x, g = operands(splits)
 
@@ -326,11 +327,12 @@ def test_a_measuring_pass_forces_the_format_of_all_experts_nudges_and_reports_th
     assert torch.equal(e4m3[0], e5m2[0])
     assert not torch.equal(e4m3[1], e5m2[1])
     for gemm, of_y in ((Gemm.FPROP, True), (Gemm.DGRAD, False)):
-        y, d, _ = passed(Override(perturb=gemm))
+        y, d, _ = passed(Override(backend=NudgedGemm(REFERENCE, gemm)))
         assert torch.equal(y, plain_y) is not of_y
         assert torch.equal(d, plain_d) is of_y
     reported: list[Tensor] = []
-    passed(Override(compare=FP4, report=reported.append))
+    handle = Experts(3, (BF16, BF16, BF16)).handles[0]
+    passed(Override(backend=ComparedFprop(REFERENCE, handle, FP4, reported.append)))
     expected = (g.float() * (forced_y.float() - plain_y.float())).double().sum()
     assert torch.stack(reported).sum() == pytest.approx(float(expected), rel=1e-2)
 
