@@ -1,6 +1,6 @@
 """Sums over one operand of a linear: its squares and the squared errors of candidate formats, in plain torch.
 
-``sums.py`` has Triton kernels with the same names and results. Where training rounds stochastically, a squared
+``sums.py`` has Triton kernels of some, with the same names and results. Where training rounds stochastically, a squared
 error is its expectation over the draws. It depends on the values alone, so all layouts find the same.
 """
 

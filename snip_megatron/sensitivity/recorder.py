@@ -26,7 +26,8 @@ from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision import Gemm
 from snip_megatron.sensitivity.probe_memory import OUTPUT_TOKENS
-from snip_megatron.sensitivity.sums import output_sums, sample_rows, sum_squares, tensor_sums, weight_sums
+from snip_megatron.sensitivity.quantization_error import output_sums
+from snip_megatron.sensitivity.sums import sample_rows, sum_squares, tensor_sums, weight_sums
 
 _REPLICATED = {"column": "x", "row": "g", "whole": "xwgy"}
 """How a linear is split → the tensors that every tensor parallel rank has whole."""
@@ -385,6 +386,3 @@ def warm_up_recording(linear: WarmUpLinear, formats: Sequence[str], sample_token
         recorder.start(phase)
         for _ in range(2):
             recorder.on_backward(linear.x, linear.handle.weight.detach(), linear.g, d, d)
-    for dtype in {linear.x.dtype, torch.float32}:
-        for size in (1024, 1025):  # Triton compiles different kernels for multiples of 16 and other lengths
-            sum_squares(torch.zeros(size, dtype=dtype, device=linear.x.device))

@@ -20,16 +20,13 @@ from snip_megatron.sensitivity import quantization_error as reference
 from snip_megatron.sensitivity.quantization_error import TensorSums
 
 _PLACE_NAMES = {Format.FP8: "PLACE_8", Format.FP4: "PLACE_4", Format.FP8_TENSOR: "PLACE_WHOLE"}
-_BLOCK = 8192
-_ROW_BLOCK = 4096
 _ROWS = 32
 LAUNCH: dict[str, dict[str, int]] = {
     "tensor": {"num_warps": 4, "maxnreg": 168},
     "dots": {"num_warps": 4},
     "weight": {"num_warps": 8, "maxnreg": 128},
-    "sums": {"num_warps": 8},
 }
-"""Launch options of the kernels over parts of a matrix, and of those over blocks of a row or of a flat tensor."""
+"""Launch options of the kernels."""
 
 
 def tensor_sums(
@@ -94,36 +91,12 @@ def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None
     return sums.sum(1, dtype=torch.float64)
 
 
-def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`snip_megatron.sensitivity.quantization_error.output_sums`."""
-    if not has_kernels(g):
-        return reference.output_sums(quantised, exact, g)
-    from snip_megatron.sensitivity.sums_programs import output_kernel
-
-    R, N = quantised.shape
-    g = _row_major(g)
-    blocks = -(-N // _ROW_BLOCK)
-    sums = torch.empty(2, blocks, R, dtype=torch.float32, device=g.device)
-    if quantised.numel():
-        tensors = (quantised.contiguous(), exact.contiguous(), g, sums)
-        launch(output_kernel, (R, blocks), tensors, (N, g.stride(0)), (), {"BLOCK": _ROW_BLOCK}, LAUNCH["sums"])
-    return sums[0].sum(0, dtype=torch.float64), sums[1].sum(dtype=torch.float64)
-
-
 def sum_squares(x: Tensor) -> Tensor:
-    """Return Σ x², 0-dim float64 on the device of ``x``. Kernels add in FP32 within blocks of 8192 elements."""
-    if not has_kernels(x):
+    """Return Σ x², 0-dim float64 on the device of ``x``. A GPU adds in FP32, and makes no copy of ``x``."""
+    if not x.is_cuda:
         return reference.sum_squares(x)
-    from snip_megatron.sensitivity.sums_programs import squares_kernel
-
-    x = x.reshape(-1)
-    blocks = -(-x.numel() // _BLOCK)
-    sums = torch.empty(blocks, dtype=torch.float32, device=x.device)
-    if blocks:
-        group = 1 if x.numel() % 16 else 16
-        constants = {"BLOCK": _BLOCK, "GROUP": group}
-        launch(squares_kernel, (blocks, 1), (x, sums), (), (x.numel() // group,), constants, LAUNCH["sums"])
-    return sums.sum(dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(x.detach(), dtype=torch.float32)
+    return norm.double().square()
 
 
 @functools.lru_cache(maxsize=64)

@@ -166,26 +166,3 @@ def weight_kernel(
         error, _ = _error(w * (1.0 / scale), 8)
         total = tl.sum(tl.sum(error * error, axis=1), axis=0)
         tl.store(sums_ptr + (1 + PLACE_WHOLE) * blocks, total * scale * scale)
-
-
-@triton.jit(do_not_specialize=["groups"])
-def squares_kernel(x_ptr, sums_ptr, groups, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Sum x² of one block of a flat tensor of ``groups`` groups of elements, which are read together."""
-    size = groups * GROUP
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(x * x, axis=0))
-
-
-@triton.jit
-def output_kernel(quantised_ptr, exact_ptr, g_ptr, sums_ptr, N, g_stride, BLOCK: tl.constexpr):
-    """Sum G·E and E² of one block of a row, where E = quantised − exact: ``sums`` [2, blocks of a row, rows]."""
-    row, block = tl.program_id(0), tl.program_id(1)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    place = row.to(tl.int64) * N + at
-    error = tl.load(quantised_ptr + place, mask=at < N, other=0.0) - tl.load(exact_ptr + place, mask=at < N, other=0.0)
-    g = tl.load(g_ptr + row.to(tl.int64) * g_stride + at, mask=at < N, other=0.0).to(tl.float32)
-    rows, blocks = tl.num_programs(0), tl.num_programs(1)
-    sums_ptr += block * rows + row
-    tl.store(sums_ptr, tl.sum(error * g, axis=0))
-    tl.store(sums_ptr + blocks * rows, tl.sum(error * error, axis=0))

@@ -64,9 +64,8 @@ def install() -> None:
     from snip_megatron.numerics.quantize.kernels import quantize
     from snip_megatron.numerics.quantize.kernels import swiglu as kernel_swiglu
     from snip_megatron.numerics.quantize.kernels.compiler import compile_for
-    from snip_megatron.runtime import probe
     from snip_megatron.runtime.warmup import WarmUp
-    from snip_megatron.sensitivity import recorder, sums, update_error
+    from snip_megatron.sensitivity import recorder, sums
 
     compile_for(GPUTarget("cuda", 90, 32))
     quantisers = {"quantize_operands": both(quantize.quantize_operands, operands.quantize_operands)}
@@ -80,11 +79,8 @@ def install() -> None:
     selection.why_not_hopper = lambda: None
     selection._hopper = lambda library, **_: (backend, "emulated products")
     sums.has_kernels = lambda x: kernels
-    for name in ("tensor_sums", "weight_sums", "output_sums"):
+    for name in ("tensor_sums", "weight_sums"):
         setattr(recorder, name, both(getattr(sums, name), getattr(sums, name)))
-    listed_squares = both(sums.sum_squares, sums.sum_squares)
-    for module in (recorder, update_error, probe):
-        module.sum_squares = listed_squares
 
     def run(warm_up: WarmUp) -> bool:
         global phase

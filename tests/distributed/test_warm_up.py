@@ -37,5 +37,5 @@ def assert_all_is_warmed_up(warm: WarmRanks, tmp_path: Path, layout: str, **vari
         kernels = json.loads((tmp_path / f"listed.{rank}").read_text())
         assert set(kernels["launched"]) <= set(kernels["warmed up"])
         names = {json.loads(text)["name"].rpartition(".")[2] for text in kernels["launched"]}
-        assert {"tile_kernel", "block_kernel", "output_kernel", "squares_kernel"} <= names
+        assert {"tile_kernel", "block_kernel", "weight_kernel"} <= names
         assert any(name.startswith("swiglu") for name in names)

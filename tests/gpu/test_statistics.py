@@ -55,14 +55,10 @@ def test_inner_products_with_errors(kernels: ModuleType, shape: tuple[int, int])
     assert ((actual - expected) / size).square().mean() < 1e-4
 
 
-def test_weight_output_and_plain_sums(kernels: ModuleType) -> None:
-    w, x, g = activations(5120, 4096 + 640), activations(256, 5000, 1).float(), activations(256, 5000, 2)
+def test_sums_of_a_weight_and_squares(kernels: ModuleType) -> None:
+    w = activations(5120, 4096 + 640)
     assert_close(kernels.weight_sums(w, FORMATS), reference.weight_sums(w, FORMATS))
-    noisy = x + 0.1 * torch.randn_like(x)
-    (dots, squares), (expected, expected_squares) = (m.output_sums(noisy, x, g) for m in (kernels, reference))
-    torch.testing.assert_close(dots, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
-    assert_close(squares, expected_squares)
-    for tensor in (w, x, w[:, 1:]):
+    for tensor in (w, w.float(), w[:, 1:]):
         assert_close(kernels.sum_squares(tensor), tensor.double().square().sum())
 
 

@@ -94,25 +94,3 @@ def broken_columns(number: float) -> list[list[int]]:
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_what_is_not_finite_shows(interpreted: Run, number: float) -> None:
     assert interpreted(broken_columns, number) == [[7], [7]]
-
-
-def worst_of_outputs(rows: int, cols: int) -> float:
-    generator = torch.Generator().manual_seed(3)
-    exact, noise, g = (torch.randn(rows, cols, generator=generator) for _ in range(3))
-    actual, expected = (m.output_sums(exact + 0.1 * noise, exact, g.bfloat16()) for m in implementations())
-    size = float(expected[0].square().mean().sqrt())  # single dots may be close to zero
-    return max(float((actual[0] - expected[0]).abs().max()) / size, worst(actual[1], expected[1]))
-
-
-def test_output_sums(interpreted: Run) -> None:
-    assert interpreted(worst_of_outputs, 3, 5000) < 1e-5
-
-
-def worst_of_squares(count: int) -> float:
-    x = matrix(1, count, torch.bfloat16)[:, :-1] if count else torch.zeros(0)
-    return float((implementations()[0].sum_squares(x) - x.double().square().sum()).abs())
-
-
-@pytest.mark.parametrize(("count", "bound"), [(0, 1e-12), (10_000, 1e-2)])
-def test_sum_squares(interpreted: Run, count: int, bound: float) -> None:
-    assert interpreted(worst_of_squares, count) < bound

@@ -34,15 +34,14 @@ from triton.backends.nvidia.compiler import get_ptxas_version
 from snip_megatron.numerics.quantize.kernels.compiler import Compilation, compile_for
 from snip_megatron.numerics.quantize.kernels.launch import list_launches
 from snip_megatron.sensitivity import sums
-from snip_megatron.sensitivity.sums import output_sums, sum_squares
+from snip_megatron.sensitivity.sums import weight_sums
 sums.has_kernels = lambda x: True
 target = GPUTarget("cuda", 90, 32)
 compile_for(target)
 def run():
-    for size in (8, 16):
-        sum_squares(torch.zeros(size + 1))
-        sum_squares(torch.zeros(size, dtype=torch.bfloat16))
-    output_sums(torch.zeros(16, 32), torch.zeros(16, 32), torch.zeros(16, 32))
+    for size in (16, 17, 33):
+        weight_sums(torch.zeros(size, size), ("fp8",))
+        weight_sums(torch.zeros(size, size, dtype=torch.bfloat16), ("fp8",))
 with list_launches() as listing:
     run()
 get_ptxas_version(90)
