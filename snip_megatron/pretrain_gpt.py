@@ -12,19 +12,13 @@ from snip_megatron.runtime.config import parse_snip_arguments
 def main() -> int:
     """Train. Returns the exit code. A SnipError is printed as one line."""
     try:
-        return _train()
-    except SystemExit as leaving:  # Megatron leaves so after a signal, and with codes of its own after faults
-        note_exit_code(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
-        raise
-
-
-def _train() -> int:
-    try:
-        train = together(_prepare, of_launcher(), "pretrain_gpt")
-        train()
+        together(_prepare, of_launcher(), "pretrain_gpt")()
     except SnipError as error:
         report(error, "pretrain_gpt")
         return error.exit_code
+    except SystemExit as leaving:  # Megatron leaves so after a signal, and with codes of its own after faults
+        note_exit_code(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+        raise
     return 0
 
 

@@ -23,7 +23,6 @@ from snip_megatron.runtime.config import add_arguments as add_snip_arguments
 
 #: A loss this many times the largest seen before is suspicious (Megatron's --check-for-spiky-loss).
 SPIKY_LOSS_FACTOR = 10
-_NOT_FINITE = ((torch.isnan, "NaN"), (torch.isinf, "Inf"))
 
 _stimer = StragglerDetector()
 
@@ -124,11 +123,10 @@ def loss_function(
 def _validate(loss: torch.Tensor) -> None:
     """Pass the loss to Megatron's rerun machine, which attributes NaN, Inf and spikes to hardware or data."""
     args, machine = get_args(), get_rerun_state_machine()
-    checks: list[tuple[Callable[..., Any], str, bool]] = []
+    validate = functools.partial(machine.validate_result, result=loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:
-        checks = [(each, f"{kind} in the local forward loss", True) for each, kind in _NOT_FINITE]
+        for rejects, kind in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            validate(rejection_func=rejects, message=f"{kind} in the local forward loss", fatal=True)
     if args.check_for_spiky_loss:
         spiky = functools.partial(machine.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss")
-        checks.append((spiky, "spiky local forward loss", False))
-    for rejects, message, fatal in checks:
-        machine.validate_result(result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=fatal)
+        validate(rejection_func=spiky, message="spiky local forward loss", fatal=False)
