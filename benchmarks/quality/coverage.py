@@ -124,7 +124,7 @@ def configuration(case: str, fields: dict[str, Any], environment: dict[str, Any]
     with on_cards(card), mock.patch.object(arguments, "get_device_arch_version", return_value=card[0]):
         try:
             args = pretraining.parse_arguments(_provide)
-            model = pretraining.model_config(args, on_cpu=False)
+            model = pretraining.model_config(args)
         except SnipError as error:
             return Verdict(case, "Megatron", str(error))
 

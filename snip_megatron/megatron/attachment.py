@@ -196,5 +196,5 @@ def run_attached(
         return (call, under_snip), terms
 
     call, under_snip = together(prepare, of_launcher(), Path(sys.argv[0]).stem)
-    with pretraining.hooked_model(call, on_cpu=startup.on_cpu) as model, under_snip(model):
+    with pretraining.hooked_model(call) as model, under_snip(model):
         return pretrain(*call.args, **call.kwargs)

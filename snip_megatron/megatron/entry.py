@@ -46,7 +46,7 @@ def prepare(startup: Startup) -> tuple[Callable[[], None], Terms]:
     check_data(args)
     check_layers_of_experts(args)
     prepare_megatron(args, startup)
-    model_config = pretraining.model_config(args, on_cpu=startup.on_cpu)
+    model_config = pretraining.model_config(args)
     under_snip, terms = prepare_run(args)
 
     def train() -> None:

@@ -86,7 +86,7 @@ def _validate(argv: Sequence[str]) -> Training:
     config, _ = configuration(args)
     if config.enabled:
         validate.check(config, args)
-    model = pretraining.model_config(args, on_cpu=startup.on_cpu)  # which checks its sizes
+    model = pretraining.model_config(args)  # which checks its sizes
     compat.apply(args, startup)
     layout: Layout | str
     try:

@@ -10,17 +10,21 @@ from typing import Any, NamedTuple
 
 import megatron.core.datasets.utils as dataset_utils
 import megatron.training.training as training
+import torch
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from snip_megatron.megatron.compat import distributed_optimizer
 from snip_megatron.megatron.compat.loop import hooks_in_source
-from snip_megatron.megatron.compat.versions import changed, check_signature, nothing
+from snip_megatron.megatron.compat.versions import changed, check_names, check_signature, nothing
 from snip_megatron.megatron.startup import Startup, say
 from snip_megatron.numerics.products.transformer_engine import import_fault
 from snip_megatron.precision.errors import SnipError
 
+check_signature(schedules.custom_backward, "output", "grad_output")
+check_names(schedules, "deallocate_output_tensor")
 check_signature(WrappedTorchNorm.__new__, "cls", "config", "hidden_size", "eps")
 _make_norm = WrappedTorchNorm.__new__
 PREBUILT = "the compiled dataset index builder is used as shipped"
@@ -71,6 +75,9 @@ def patch_for_cpu(start: Any) -> None:
     # set_jit_fusion_options warms fused kernels up with random inputs whose shape depends on the layout. On the CPU
     # they would advance the generator that initialises the weights, so that weights would depend on the layout.
     start.set_jit_fusion_options = nothing
+    # Schedules free an output as soon as its send is queued, which is safe on a CUDA stream. gloo reads the memory
+    # later, so that under an interleaved pipeline the next stage received what was written there meanwhile.
+    schedules.deallocate_output_tensor, schedules.custom_backward = nothing, torch.autograd.backward
     # The tracker warns if work under a CUDA generator advances the CPU's generator. Here both are the same.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()

@@ -19,7 +19,6 @@ import megatron.training.training as training
 from megatron.core import optimizer_param_scheduler
 from megatron.core.enums import ModelType
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
-from megatron.core.utils import get_model_config
 from megatron.training import global_vars, inprocess_restart
 from megatron.training import pretrain as megatron_pretrain
 
@@ -60,7 +59,7 @@ def _refusals() -> Iterator[None]:
         raise SnipError(f"Megatron refuses the arguments: {message or place}") from error
 
 
-def model_config(args: argparse.Namespace, *, on_cpu: bool) -> Any:
+def model_config(args: argparse.Namespace) -> Any:
     """Return the configuration of the GPT or hybrid model. The caller may change it and passes it to :func:`pretrain`.
 
     Its ``pre_wrap_hooks`` take the list of this rank's model chunks and return the list to use, before the chunks are
@@ -69,12 +68,7 @@ def model_config(args: argparse.Namespace, *, on_cpu: bool) -> Any:
     with _refusals():
         hybrid = getattr(args, "hybrid_layer_pattern", None) is not None
         make = argument_utils.hybrid_config_from_args if hybrid else argument_utils.gpt_config_from_args
-        model = make(args)
-    if on_cpu:
-        # Schedules free an output as soon as its send is queued, which is safe on a CUDA stream. gloo reads the memory
-        # later, so that under an interleaved pipeline the next stage received what was written there meanwhile.
-        model.transformer.deallocate_pipeline_outputs = False
-    return model
+        return make(args)
 
 
 def _start(args: argparse.Namespace, **parameters: Any) -> None:
@@ -140,12 +134,11 @@ def parsed_arguments() -> argparse.Namespace:
 
 
 @contextmanager
-def hooked_model(call: inspect.BoundArguments, *, on_cpu: bool) -> Iterator[Any]:
+def hooked_model(call: inspect.BoundArguments) -> Iterator[Any]:
     """Yield the object in a script's call whose ``pre_wrap_hooks`` run, and restore its hooks after this context.
 
     It is the configuration of the model, or a :class:`HookedProvider` that replaces the script's model provider in the
-    call. Raises SnipError if the call has neither. ``on_cpu`` says that outputs sent through gloo must not be freed
-    early.
+    call. Raises SnipError if the call has neither.
     """
     arguments = call.arguments
     model = getattr(arguments.get("cfg_container"), "model", None)
@@ -153,15 +146,8 @@ def hooked_model(call: inspect.BoundArguments, *, on_cpu: bool) -> Iterator[Any]
         if arguments.get("model_provider") is None:
             raise SnipError("attach(): pretrain() got neither a model configuration nor a model_provider")
         model = arguments["model_provider"] = HookedProvider(arguments["model_provider"])
-    with changed(model, pre_wrap_hooks=[*model.pre_wrap_hooks, *([_retain_outputs] if on_cpu else [])]):
+    with changed(model, pre_wrap_hooks=[*model.pre_wrap_hooks]):
         yield model
-
-
-def _retain_outputs(model_chunks: list[Any]) -> list[Any]:
-    """Keep the outputs of pipeline stages until gloo has read them. See :func:`model_config`."""
-    for chunk in model_chunks:
-        get_model_config(chunk).deallocate_pipeline_outputs = False
-    return model_chunks
 
 
 class HookedProvider:

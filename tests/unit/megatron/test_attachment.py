@@ -45,7 +45,7 @@ def test_wrong_arguments_of_pretrain_are_one_line() -> None:
     nothing = call(forward_step_func=3)
     with (
         pytest.raises(SnipError, match="neither a model configuration nor a model_provider"),
-        hooked_model(nothing, on_cpu=False),
+        hooked_model(nothing),
     ):
         pass
 
