@@ -29,9 +29,8 @@ from snip_megatron.runtime.gemm_check import (
     Effect,
     KernelCheck,
     Key,
+    Part,
     RoundingEffects,
-    first_of_ranks,
-    sqnr_over_ranks,
 )
 from snip_megatron.runtime.host import Host, HostStep
 from snip_megatron.runtime.watched import watched
@@ -101,7 +100,7 @@ def _blame(passes: Passes, blame: Blame, folder: Path, state: StateCheck) -> Bla
     job, context = passes.job, passes.registry.context
     # The job's own kernels run first, as a training's first step does after loading.
     check = KernelCheck(job.formats_of, job.numerics, job.bound)
-    effects = RoundingEffects(job.formats_of, job.numerics, passes.registry.names, passes.host.device)
+    effects = RoundingEffects(job.formats_of, job.numerics)
     check.end, effects.end = passes.end(_KERNELS_END), passes.end(_EFFECTS_END)
     with state(check), job.watch(context, check):
         gradients = passes.gradients()
@@ -116,12 +115,13 @@ def _blame(passes: Passes, blame: Blame, folder: Path, state: StateCheck) -> Bla
                 results["reference"] = PassResult(passes.losses(), passes.gradients())
     is_late = passes.on_any_rank("reference" not in results or check.is_late or effects.is_late)
     figures = {name: passes.figures(results[name]) for name in PASSES if name in results}
-    fault, is_local = first_of_ranks(check)
+    fault, is_local, sqnr = check.of_all_ranks()
     blame = dataclasses.replace(blame, passes=figures)
     if "bf16" in results:  # kernels without a fault compute what the reference does
         plain, rounded = results["bf16"], results.get("reference", results["kernels"])
         rise = passes.rise(rounded.losses, plain.losses)
-        harms = harm_of_gemms(passes, effects.reduced(), sqnr_over_ranks(check.sqnr))
+        parts = effects.of_all_ranks()
+        harms = harm_of_gemms(passes, parts, sqnr)
         limits = {f"error_of_{bits}_bits": limit for bits, limit in LIMIT.items()} | {"ratio": RATIO}
         measured = {"rise": rise.mean if math.isfinite(rise.mean) else 1e3, "rise_error": rise.error}
         blame = dataclasses.replace(blame, harm=harms, thresholds=measured | {"healthy_rise": rise.healthy} | limits)
@@ -144,11 +144,11 @@ def _blame(passes: Passes, blame: Blame, folder: Path, state: StateCheck) -> Bla
     if verdict != ROUNDING:
         return blame
     culprits, trials = find_culprits(passes, harms, harmed, plain, rounded, rise)
-    confirmed = [index for index, culprit in enumerate(culprits) if culprit.confirmed]
-    parts = effects.parts([(culprits[index].linear, culprits[index].gemm) for index in confirmed])
-    for index, errors in zip(confirmed, parts, strict=True):
-        expert, shard = worst_part(errors)
-        culprits[index] = dataclasses.replace(culprits[index], expert=expert, shard=shard)
+    for index, culprit in enumerate(culprits):
+        if culprit.confirmed:
+            of_culprit = parts[culprit.linear, culprit.gemm]
+            expert, shard = worst_part({part: _squared_error(effect) for part, effect in of_culprit.items()})
+            culprits[index] = dataclasses.replace(culprit, expert=expert, shard=shard)
     return dataclasses.replace(blame, culprits=tuple(culprits), bisection=tuple(trials))
 
 
@@ -186,9 +186,16 @@ def _save(tensors: Mapping[str, Any], path: Path) -> None:
 
 
 # -- culprits ----------------------------------------------------------------------------------------------------------
-def harm_of_gemms(passes: Passes, effects: Mapping[Key, Effect], sqnr: Mapping[Key, float]) -> tuple[Harm, ...]:
-    """Return the figures of all GEMMs of the model. ``sqnr`` has the ratios of those that were compared."""
-    errors = {key: min(_relative_error(effect), 1e3) for key, effect in effects.items()}
+def harm_of_gemms(
+    passes: Passes, parts: Mapping[Key, Mapping[Part, Effect]], sqnr: Mapping[Key, float]
+) -> tuple[Harm, ...]:
+    """Return the figures of all GEMMs of the model, of which ``parts`` has those that are quantised.
+
+    ``sqnr`` has the ratios of those that were compared.
+    """
+    keys = [(name, gemm.value) for name in passes.registry.names for gemm in Gemm]
+    effects = {key: Effect(*map(sum, zip(Effect(), *parts.get(key, {}).values(), strict=True))) for key in keys}
+    errors = {key: min(math.sqrt(_squared_error(effect)), 1e3) for key, effect in effects.items()}
     total = sum(error**2 for error in errors.values()) or 1.0
     # The rise of the loss by the error of one fprop, to second order by the Fisher information.
     first, second = passes.scale, 0.5 * passes.tokens * passes.scale**2
@@ -199,8 +206,8 @@ def harm_of_gemms(passes: Passes, effects: Mapping[Key, Effect], sqnr: Mapping[K
             format=passes.job.formats.format_of(linear, Gemm(gemm)).value,
             share=errors[linear, gemm] ** 2 / total,
             sqnr_of_kernel=sqnr.get((linear, gemm)),
-            operand_mse=_finite(effect.mse / max(effect.count, 1.0)),
-            underflow=_finite(effect.underflow / max(effect.count, 1.0)),
+            operand_mse=_finite(effect.mse / max(effect.products, 1.0)),
+            underflow=_finite(effect.underflow / max(effect.products, 1.0)),
             loss_rise=_finite(first * effect.loss + second * effect.fisher),
             error=errors[linear, gemm],
         )
@@ -208,10 +215,11 @@ def harm_of_gemms(passes: Passes, effects: Mapping[Key, Effect], sqnr: Mapping[K
     )
 
 
-def _relative_error(effect: Effect) -> float:
+def _squared_error(effect: Effect) -> float:
+    """Return the squared error of a result relative to the result. Infinite if one of both is not finite."""
     if not math.isfinite(effect.error) or not math.isfinite(effect.signal):
         return math.inf
-    return math.sqrt(effect.error / effect.signal) if effect.signal else 0.0
+    return effect.error / effect.signal if effect.signal else 0.0
 
 
 def _finite(value: float) -> float:

@@ -10,7 +10,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from snip_megatron.layers.context import LinearHandle
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
 from snip_megatron.precision import ALL_BF16, Format, Gemm
 from snip_megatron.runtime.exact_products import ExactBackend
-from snip_megatron.runtime.exchange import all_reduced, objects_of_ranks, rank
+from snip_megatron.runtime.exchange import objects_of_ranks, rank
 from snip_megatron.runtime.watched import FormatsOf, Product, Watcher, of_ranks
 from snip_megatron.sensitivity.blame import Fault
 
@@ -243,10 +243,20 @@ class KernelCheck(Watcher):
         if self.receives(product):
             self.on_sum(product.handle, Gemm.DGRAD, gradient)
 
+    def of_all_ranks(self) -> tuple[Fault | None, bool, dict[Key, float]]:
+        """Return the first fault of all ranks, whether it is this rank's, and the least ratios. Collective."""
+        ranks = objects_of_ranks((self.order, self.first, self.sqnr))
+        faults = {order: fault for order, fault, _ in ranks if fault is not None}
+        first = min(faults, default=())
+        least: dict[Key, float] = {}
+        for _, _, sqnr in ranks:
+            for key, value in sqnr.items():
+                least[key] = min(least.get(key, value), value)
+        return faults.get(first), first in faults and first == self.order, least
 
-@dataclass
-class Effect:
-    """What rounding does to one GEMM on the inputs of a bf16 pass, as sums over the tokens of this rank."""
+
+class Effect(NamedTuple):
+    """What rounding does to one GEMM on the inputs of a bf16 pass, as sums over tokens."""
 
     loss: float = 0.0  # ⟨G, E⟩ of the error E of fprop, the change of the loss to first order
     fisher: float = 0.0  # Σ over tokens of ⟨G, E⟩², from which the change to second order follows
@@ -254,10 +264,8 @@ class Effect:
     signal: float = 0.0  # ‖Y‖² of the GEMM's exact result Y
     mse: float = 0.0  # sum over both operands of ‖Q(x) − x‖²/‖x‖²
     underflow: float = 0.0  # the larger share of an operand's numbers that are rounded to zero
-    count: float = 0.0  # number of products
+    products: float = 0.0  # number of products
 
-
-COLUMNS = tuple(Effect.__dataclass_fields__)
 
 Part = tuple[int | None, int | None]
 """The expert and the tensor parallel rank of a part of a GEMM. None where there is only one."""
@@ -266,16 +274,13 @@ Part = tuple[int | None, int | None]
 class RoundingEffects(Watcher):
     """Measures what the job's formats do to each GEMM, on the inputs of a bf16 pass.
 
-    ``table`` has a row of :class:`Effect` for each GEMM of each of the model's linears ``names``.
+    ``sums`` has the :class:`Effect` of each part of a GEMM over the tokens of this rank, float64 [7].
     """
 
-    def __init__(
-        self, formats_of: FormatsOf, numerics: ExactBackend, names: Sequence[str], device: torch.device
-    ) -> None:
+    def __init__(self, formats_of: FormatsOf, numerics: ExactBackend) -> None:
         super().__init__(formats_of)
-        self._numerics, self._names = numerics, names
-        self.table = torch.zeros(len(names), len(Gemm), len(COLUMNS), dtype=torch.float64, device=device)
-        self._parts: dict[Key, dict[Part, Tensor]] = defaultdict(dict)  # [error, signal] of this rank
+        self._numerics = numerics
+        self.sums: dict[tuple[Key, Part], Tensor] = {}
 
     def on_backward(self, product: Product, gradient: Tensor) -> None:
         """Add the effects of the three GEMMs of one microbatch."""
@@ -283,62 +288,37 @@ class RoundingEffects(Watcher):
             return
         handle = product.handle
         numerics = self._numerics.of(handle, after_backward=True)
-        for index, (gemm, fmt) in enumerate(zip(Gemm, product.formats, strict=True)):
+        for gemm, fmt in zip(Gemm, product.formats, strict=True):
             if fmt is Format.BF16:
                 continue
             plain = product.exact(gemm, numerics, ALL_BF16)
             error = (product.exact(gemm, numerics) - plain).double()
-            effect = dict.fromkeys(COLUMNS, torch.zeros((), dtype=torch.float64, device=self.table.device))
+            loss = fisher = mse = underflow = torch.zeros((), dtype=torch.float64, device=error.device)
             if gemm is Gemm.FPROP:
                 assert product.g is not None
                 of_tokens = (product.g.double() * error).sum(1)
-                effect |= {"loss": of_tokens.sum(), "fisher": of_tokens.square().sum()}
-            effect |= {"error": error.square().sum(), "signal": plain.double().square().sum()}
-            effect["count"] = torch.ones_like(effect["count"])
+                loss, fisher = of_tokens.sum(), of_tokens.square().sum()
             for x, spec, axis in product.operands(gemm):
                 numbers = numerics.numbers(numerics.quantize(x, spec)[1 - axis])
                 if numbers.shape != x.shape:  # a Hadamard transform pads
                     continue
                 x = x.float()
-                mse = (numbers - x).square().sum() / x.square().sum().clamp_min(1e-38)
+                mse = mse + (numbers - x).square().sum() / x.square().sum().clamp_min(1e-38)
                 lost = ((numbers == 0) & (x != 0)).sum() / (x != 0).sum().clamp_min(1)
-                effect["mse"] = effect["mse"] + mse.double()
-                effect["underflow"] = torch.maximum(effect["underflow"], lost.double())
+                underflow = torch.maximum(underflow, lost.double())
             if handle.repeats:
                 continue
-            self.table[handle.state.position, index] += torch.stack(list(effect.values()))
+            squares = error.square().sum(), plain.double().square().sum()
+            effect = torch.stack([loss, fisher, *squares, mse, underflow, torch.ones_like(loss)])
             part = handle.expert, None if handle.parallel == "whole" or handle.tp_size == 1 else handle.tp_rank
-            parts = self._parts[handle.name, gemm.value]
-            parts[part] = parts.get(part, 0.0) + torch.stack((effect["error"], effect["signal"]))
+            key = (handle.name, gemm.value), part
+            self.sums[key] = self.sums.get(key, 0.0) + effect
 
-    def reduced(self) -> dict[Key, Effect]:
-        """Return the effect of each GEMM, summed over all ranks. Collective."""
-        rows = all_reduced(self.table).flatten(0, 1).tolist()
-        keys = [(name, gemm.value) for name in self._names for gemm in Gemm]
-        return {key: Effect(*row) for key, row in zip(keys, rows, strict=True)}
-
-    def parts(self, keys: Sequence[Key]) -> list[dict[Part, float]]:
-        """Return part → relative squared error of its result, for each linear and GEMM of ``keys``. Collective."""
-        local_parts = [{part: row.cpu() for part, row in self._parts[key].items()} for key in keys]
-        sums: list[dict[Part, Tensor]] = [defaultdict(lambda: torch.zeros(2, dtype=torch.float64)) for _ in keys]
-        for of_rank in objects_of_ranks(local_parts):
-            for total, parts in zip(sums, of_rank, strict=True):
-                for part, row in parts.items():
-                    total[part] = total[part] + row
-        return [{part: float(row[0] / row[1]) if row[1] else 0.0 for part, row in parts.items()} for parts in sums]
-
-
-def first_of_ranks(check: KernelCheck) -> tuple[Fault | None, bool]:
-    """Return the first fault in execution order of all ranks, and whether it is this rank's. Collective."""
-    faults = {order: fault for order, fault in objects_of_ranks((check.order, check.first)) if fault is not None}
-    order = min(faults, default=())
-    return faults.get(order), bool(order) and order == check.order
-
-
-def sqnr_over_ranks(sqnr: Mapping[Key, float]) -> dict[Key, float]:
-    """Return the least ratios of all ranks. Collective."""
-    least: dict[Key, float] = {}
-    for of_rank in objects_of_ranks(sqnr):
-        for key, value in of_rank.items():
-            least[key] = min(least.get(key, 200.0), value)
-    return least
+    def of_all_ranks(self) -> dict[Key, dict[Part, Effect]]:
+        """Return the effect of each part of a quantised GEMM, summed over all ranks. Collective."""
+        rows = torch.stack([*self.sums.values()]).tolist() if self.sums else []
+        effects: dict[Key, dict[Part, Effect]] = defaultdict(dict)
+        for of_rank in objects_of_ranks(dict(zip(self.sums, rows, strict=True))):
+            for (key, part), row in of_rank.items():
+                effects[key][part] = Effect(*map(sum, zip(effects[key].get(part, Effect()), row, strict=True)))
+        return effects
