@@ -125,41 +125,16 @@ def rank_device() -> AbstractContextManager[Any]:
 
 
 # -- how ranks tell each other ---------------------------------------------------------------------------------------
-class GroupChannel:
-    """Exchanges JSON values by collectives of the default process group. All ranks call each method."""
+class Channel:
+    """Exchanges JSON values between all ranks through a store. All ranks call each method."""
 
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        self._dist = dist
-        self.rank = dist.get_rank()
+    def __init__(self, store: Any, rank: int, ranks: int) -> None:
+        self.rank, self._ranks, self._store, self._start = rank, ranks, store, time.monotonic()
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._prefix, self._shared = f"snip/{attempt}/{store.add(f'snip/{attempt}/{rank}', 1)}", 0
 
     def share(self, value: Any) -> Any:
         """Return rank 0's value."""
-        values = [value]
-        self._dist.broadcast_object_list(values)
-        return values[0]
-
-    def collect(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks on rank 0, and None on the others."""
-        values = [None] * self._dist.get_world_size() if self.rank == 0 else None
-        self._dist.gather_object(value, values)
-        return values
-
-    def leave(self) -> None:
-        """Wait on rank 0 until the others have read what it shared, because the store may end with its process."""
-
-
-class StoreChannel:
-    """Does what :class:`GroupChannel` does, through the launcher's store, before there is a process group."""
-
-    def __init__(self) -> None:
-        self.rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._store, self._start = _store(), time.monotonic()
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._prefix, self._shared = f"snip/{attempt}/{self._store.add(f'snip/{attempt}/{self.rank}', 1)}", 0
-
-    def share(self, value: Any) -> Any:
         self._shared += 1
         key = f"{self._prefix}/shared/{self._shared}"
         if self.rank == 0:
@@ -171,6 +146,7 @@ class StoreChannel:
             raise SnipError(f"rank 0 cannot be reached, {self._waited}: {first_line(error)}") from error
 
     def collect(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks on rank 0, and None on the others."""
         keys = [f"{self._prefix}/{rank}" for rank in range(self._ranks)]
         self._store.set(keys[self.rank], json.dumps(value))
         if self.rank != 0:
@@ -186,6 +162,7 @@ class StoreChannel:
         return f"{time.monotonic() - self._start:.0f} s after this rank was ready"
 
     def leave(self) -> None:
+        """Wait on rank 0 until the others have read what it shared, because the store may end with its process."""
         key, until = f"{self._prefix}/left", time.monotonic() + 10
         departed = self._store.add(key, 1)
         while self.rank == 0 and departed < self._ranks and time.monotonic() < until:
@@ -193,28 +170,29 @@ class StoreChannel:
             departed = self._store.add(key, 0)
 
 
-Channel = GroupChannel | StoreChannel
-
-
 @functools.cache  # the store of rank 0 must live as long as its process, which the process group uses as well
-def _store() -> Any:
+def _store_of_launcher() -> Any:
     from torch.distributed.rendezvous import rendezvous
 
     return next(rendezvous("env://", timeout=_PATIENCE))[0]
 
 
 def of_group() -> Channel | None:
-    """Return the channel of the default process group. None if there is none, or if it has one rank."""
+    """Return a channel of the default process group. None if there is none, or if it has one rank or a fake backend."""
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
 
-    return GroupChannel() if dist.is_initialized() and dist.get_world_size() > 1 else None
+    if not dist.is_initialized() or dist.get_world_size() < 2 or dist.get_backend() == "fake":
+        return None
+    return Channel(_get_default_store(), dist.get_rank(), dist.get_world_size())
 
 
 def of_launcher() -> Channel | None:
-    """Return the channel of the ranks that the launcher has started. None for one rank, or a fake process group."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "--fake-process-group" in sys.argv:
+    """Return a channel of the ranks that the launcher has started. None for one rank, or a fake process group."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks < 2 or "--fake-process-group" in sys.argv:
         return None
-    return of_group() or StoreChannel()
+    return of_group() or Channel(_store_of_launcher(), int(os.environ["RANK"]), ranks)
 
 
 # -- agreement -------------------------------------------------------------------------------------------------------
@@ -332,5 +310,7 @@ def on_rank_zero[T](make: Callable[[], T]) -> T | None:
 
     If ``make`` raises an error, all ranks raise an AgreedError as from :func:`together`.
     """
-    channel = of_group()
-    return together(lambda: (make() if channel is None or channel.rank == 0 else None, Terms({})), channel)
+    import torch.distributed as dist
+
+    works = not dist.is_initialized() or dist.get_rank() == 0
+    return together(lambda: (make() if works else None, Terms({})), of_group())
