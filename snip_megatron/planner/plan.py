@@ -195,11 +195,8 @@ def _kinds(layout: Layout) -> list[tuple[str, LinearRow]]:
 def _linear(step: StepModel, kind: str, row: LinearRow) -> Body:
     """Describe a kind of linear on one GPU: its shape, and the seconds of a microbatch in each format."""
     shape, passes = step.layout.shapes[row.name], step.layout.passes(row)
-    seconds = {
-        fmt: step.linear(row, (fmt,) * 3) / step.layout.microbatches
-        for fmt in (Format.BF16, *(fmt for fmt in step.model.formats if fmt is not Format.BF16))
-    }
-    bf16 = step.linear(row, ALL_BF16)
+    formats = dict.fromkeys((Format.BF16, *step.model.formats))
+    seconds = {fmt: step.linear(row, (fmt,) * 3) / step.layout.microbatches for fmt in formats}
     return {
         "kind": kind,
         "tokens": shape.tokens,
@@ -208,7 +205,7 @@ def _linear(step: StepModel, kind: str, row: LinearRow) -> Body:
         "gemms": passes,
         "flops": 3.0 * shape.flops * passes,
         "seconds": {fmt.value: value for fmt, value in seconds.items()},
-        "speedup": {fmt.value: bf16 / step.linear(row, (fmt,) * 3) for fmt in seconds if fmt is not Format.BF16},
+        "speedup": {fmt.value: seconds[Format.BF16] / seconds[fmt] for fmt in formats if fmt is not Format.BF16},
         "extrapolated": step.model.extrapolated(shape),
     }
 

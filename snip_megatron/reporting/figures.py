@@ -123,8 +123,8 @@ def format_figure(run: RunData) -> dict[str, Any] | None:
             line = _line(fmt.value, x, y, FORMAT_COLOURS[fmt], "%{y:.2%}", width=0.5, shape="hv")
             data.append(line | {"stackgroup": "formats"})
     if run.budget is not None and run.budget.kind == "fp4":
-        asked = [run.budget.value] * 2
-        data.append(_line("four bits asked", [x[0], x[-1]], asked, FAULT, width=1.2, dash="dash"))
+        budget = [run.budget.value] * 2
+        data.append(_line("four bits asked", [x[0], x[-1]], budget, FAULT, width=1.2, dash="dash"))
     return _figure("share of FLOPs" if run.adoptions[-1].fields.get("formats") else "share of GEMMs", data, share=True)
 
 
@@ -171,13 +171,10 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
         precision_map = adoption.precision_map or PrecisionMap(choices={})
         codes = [[precision_map.format_of(*cell).code if cell[0] in present else None for cell in row] for row in cells]
         pairs = [] if previous is None else zip(itertools.chain(*previous), itertools.chain(*codes), strict=True)
-        names = ("step", "version", "status", "achieved", "speedup")
-        computed = {
-            "codes": codes,
-            "changed": None if previous is None else sum(a != b for a, b in pairs),
-            "scores": list(tables).index(id(adoption.scores)) if adoption.scores else None,
-        }
-        maps.append({name: getattr(adoption, name) for name in names} | computed)
+        entry = {name: getattr(adoption, name) for name in ("step", "version", "status", "achieved", "speedup")}
+        entry["changed"] = None if previous is None else sum(a != b for a, b in pairs)
+        entry["scores"] = list(tables).index(id(adoption.scores)) if adoption.scores else None
+        maps.append(entry | {"codes": codes})
         previous = codes
     scores = [[[_cell(table, *cell) for cell in row] for row in cells] for table in tables.values()]
     return {
@@ -256,15 +253,9 @@ def phase_view(run: RunData) -> dict[str, Any] | None:
         if begin is None or steps is None:
             continue
         when = "over" if begin + steps <= step else "dropped" if dropped else "in force" if begin < step else "to come"
-        after = phase.precision_map
-        row = {
-            "begin": int(begin),
-            "steps": int(steps),
-            "when": when,
-            "map": after,
-            "share": number(body.get("fp4_fraction")),
-        }
-        rows.append(row | {"changes": differences(before, after)})
-        before = after
+        row = {"begin": int(begin), "steps": int(steps), "when": when, "map": phase.precision_map}
+        changes = differences(before, phase.precision_map)
+        rows.append(row | {"share": number(body.get("fp4_fraction")), "changes": changes})
+        before = phase.precision_map
     expected = "" if plan.achieved is None or dropped else f"{plan.achieved:.3f} ×" if timed else f"{plan.achieved:.2%}"
     return {"rows": rows, "timed": timed, "version": plan.version, "budget": str(run.budget), "expected": expected}

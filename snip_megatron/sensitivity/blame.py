@@ -35,8 +35,7 @@ class PassFigures(JsonFields):
 class Fault(JsonFields):
     """A bug: the first place in execution order where the job's own result differs from the reference's."""
 
-    # ``gemm``, ``reduction``, ``gather``, ``replica``, ``cached_weight``, ``parameter``, ``gradient`` or ``experts``
-    kind: str
+    kind: str  # ``gemm``, ``reduction``, ``gather``, ``replica``, ``parameter`` or ``experts``
     linear: str  # name of the linear, or of a parameter
     # rank, host: where the fault was found
     rank: int
