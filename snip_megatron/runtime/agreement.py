@@ -1,7 +1,7 @@
 """One agreed start: ranks compare their configurations and share their errors. All of them start, or none.
 
-Each rank makes a table of its configuration, field → value. Rank 0's table is shared, every rank compares it with its
-own, and rank 0 collects what differs. If anything does, rank 0 prints one line, and all ranks end with the same error.
+Each rank makes a table of its configuration, field → value. Rank 0 collects the tables and compares them with its own.
+If anything differs, it prints one line, and all ranks end with the same error.
 """
 
 from __future__ import annotations
@@ -197,21 +197,21 @@ def of_launcher() -> Channel | None:
 
 # -- agreement -------------------------------------------------------------------------------------------------------
 class _Report(NamedTuple):
-    """What one rank tells rank 0: its error, and field → value where rank 0 has another. Empty if there are none."""
+    """What rank 0 learns of one rank."""
 
     host: str
-    error: str
-    exit_code: int
-    differences: Mapping[str, str]
+    error: str  # why the rank cannot start. Empty if it can
+    exit_code: int  # of the error
+    table: Table
 
 
 class _Verdict(NamedTuple):
-    """What rank 0 decides: an error of ``rank``, or with exit code 0 that all ranks use ``library``."""
+    """What rank 0 decides about a start: an error of ``rank``, or with exit code 0 that all ranks use ``library``."""
 
-    line: str
-    exit_code: int
-    rank: int
-    library: str = ""
+    line: str = ""
+    exit_code: int = 0
+    rank: int = 0
+    library: str = ""  # empty if each rank uses the one that it has loaded
 
 
 def together[T](prepare: Callable[[], tuple[T, Terms]], channel: Channel | None, program: str = "snip") -> T:
@@ -229,25 +229,21 @@ def together[T](prepare: Callable[[], tuple[T, Terms]], channel: Channel | None,
         prepared = prepare()
     except Exception as error:
         failure = error
-    terms = None if prepared is None else prepared[1]
-    first: dict[str, str] | None = channel.share(None if terms is None else terms.table)
-    differing = {} if terms is None or first is None else differences(terms.table, first)
+    terms = Terms({}) if prepared is None else prepared[1]
     code = failure.exit_code if isinstance(failure, SnipError) else 1
-    reports = channel.collect(
-        _Report(socket.gethostname(), "" if failure is None else describe(failure), code, differing)
-    )
-    verdict = None
+    reason = "" if failure is None else describe(failure)
+    reports = channel.collect(_Report(socket.gethostname(), reason, code, terms.table))
+    verdict = _Verdict()
     if reports is not None:
-        settles = terms is not None and terms.use_library is not None
-        verdict = _verdict([_Report(*each) for each in reports], first or {}, settles=settles)
-        if verdict is not None and verdict.exit_code:
+        verdict = _verdict([_Report(*each) for each in reports], settles=terms.use_library is not None)
+        if verdict.exit_code:
             print(f"{program}: {verdict.line}", file=sys.stderr, flush=True)
-        elif verdict is not None:
+        elif verdict.line:
             print(f"snip: {verdict.line}", flush=True)
-    line, exit_code, rank, library = channel.share(verdict) or _Verdict("", 0, 0)
+    line, exit_code, rank, library = channel.share(verdict)
     if prepared is not None and not exit_code:
-        if library and prepared[1].use_library is not None:
-            prepared[1].use_library(library)
+        if library and terms.use_library is not None:
+            terms.use_library(library)
         return prepared[0]
     if failure is not None and not isinstance(failure, SnipError) and rank == channel.rank:
         traceback.print_exception(failure)
@@ -266,10 +262,10 @@ def describe(error: Exception) -> str:
     return str(error) if isinstance(error, SnipError) else " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _verdict(reports: Sequence[_Report], first: Table, *, settles: bool) -> _Verdict | None:
-    """Return why the ranks of ``reports`` do not start, or which library they use. None if they agree.
+def _verdict(reports: Sequence[_Report], *, settles: bool) -> _Verdict:
+    """Return why the ranks of ``reports`` do not start, or which library they use.
 
-    ``first`` is rank 0's table. ``settles`` says whether ranks with different libraries all use the slowest of them.
+    ``settles`` says whether ranks with different libraries all use the slowest of them.
     """
     failed = [rank for rank, report in enumerate(reports) if report.error]
     if failed:
@@ -278,22 +274,22 @@ def _verdict(reports: Sequence[_Report], first: Table, *, settles: bool) -> _Ver
         if not alike:  # otherwise the command line is wrong, and not a host
             line = f"rank {failed[0]} ({report.host}): {line}{_others('errors', reports, failed[1:])}"
         return _Verdict(line, report.exit_code, failed[0])
-    differing = [rank for rank, report in enumerate(reports) if report.differences]
+    first = reports[0].table
+    differing = {rank: fields for rank, report in enumerate(reports) if (fields := differences(report.table, first))}
     if not differing:
-        return None
-    if settles and all(report.differences.keys() <= {_LIBRARY} for report in reports):
-        libraries = [report.differences.get(_LIBRARY, first[_LIBRARY]) for report in reports]
-        rank = next(rank for rank, library in enumerate(libraries) if library != _FASTEST)
+        return _Verdict()
+    if settles and all(fields.keys() == {_LIBRARY} for fields in differing.values()):
+        rank = next(rank for rank, report in enumerate(reports) if report.table[_LIBRARY] != _FASTEST)
         where = f"rank {rank} ({reports[rank].host})"
         line = f"{_FASTEST} is switched off on all ranks, because {where} cannot load it: cuBLASLt multiplies"
         return _Verdict(line, 0, rank, "cublas")
-    rank = differing[0]
-    (name, value), *further = reports[rank].differences.items()
+    rank, *others = differing
+    (name, value), *further = differing[rank].items()
     line = f"ranks differ: on rank {rank} ({reports[rank].host}) {name} is {value}, on rank 0 ({reports[0].host})"
     line += f" {first.get(name, 'none')}"
     if further:
         line += f"; {cut(', '.join(name for name, _ in further))} differ{'s' * (len(further) == 1)} too"
-    return _Verdict(line + _others("differences", reports, differing[1:]), EXIT_DISAGREEMENT, rank)
+    return _Verdict(line + _others("differences", reports, others), EXIT_DISAGREEMENT, rank)
 
 
 def _others(what: str, reports: Sequence[_Report], ranks: Sequence[int]) -> str:
