@@ -33,9 +33,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from snip_megatron.layers import LinearRegistry
-from snip_megatron.megatron import validate
 from snip_megatron.megatron.attachment import terms_of
-from snip_megatron.megatron.conversion import with_resolved_gemm
 from snip_megatron.megatron.evaluation import main_loss, mean_over_ranks
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
@@ -175,17 +173,14 @@ class _BridgeRun(SnipRun):
             raise SnipError("--snip-eval both is not supported under Megatron Bridge; use map or bf16")
         if args.use_torch_fsdp2:
             raise SnipError("--use-torch-fsdp2 is not supported under Megatron Bridge; use --use-megatron-fsdp")
-        config = with_resolved_gemm(config, args)
-        validate.check(config, args)
         super().__init__(config, args, on_adopt)
-        self.config = config
         self.without_graphs = ExitStack()  # during a validation
 
     def evaluated(self, losses: dict[str, Any] | None, model: list[Any]) -> None:
         """Record the validation loss of the last pipeline stage on all ranks. Collective."""
         loss = mean_over_ranks(main_loss(losses), next(model[0].parameters()).device)
         if loss is not None:
-            self._validated({"bf16" if self._config.eval == "bf16" else "map": loss})
+            self._validated({"bf16" if self.config.eval == "bf16" else "map": loss})
 
     def _watch_evaluation(self, registry: LinearRegistry) -> None:
         return None  # SnipCallback.on_eval_end reports the loss

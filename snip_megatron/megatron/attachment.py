@@ -9,7 +9,7 @@ from typing import Any
 
 import megatron.core
 
-from snip_megatron.megatron import compat, validate
+from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.startup import Startup, check_sources, say, untested
 from snip_megatron.numerics.products.selection import native_backend, select_backend
@@ -129,21 +129,18 @@ def prepare_run(
         if not config.enabled:
             return nullcontext, Terms({"--snip": "no"})
         from snip_megatron.megatron.blame import prepare_blame
-        from snip_megatron.megatron.conversion import with_resolved_gemm
         from snip_megatron.megatron.setup import SnipRun
 
-        config = with_resolved_gemm(config, args)
-        validate.check(config, args)
+        run = SnipRun(config, args, on_adopt)
         if config.blame is not None:
             prepare_blame(config, args)
-        run = SnipRun(config, args, on_adopt)
 
         def under_snip(model_config: Any) -> AbstractContextManager[None]:
             for line in lines:
                 say(line)
             return run.around(model_config)
 
-        return under_snip, terms_of(config, args, run.use_library)
+        return under_snip, terms_of(run.config, args, run.use_library)
 
 
 def terms_of(config: SnipConfig, args: argparse.Namespace, use_library: Callable[[str], None]) -> Terms:

@@ -18,7 +18,7 @@ from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.blame import guard_blame, host_job, map_of_job, run_blame, snip_job
 from snip_megatron.megatron.compat.checkpoints import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.compat.checkpoints import SnipState
-from snip_megatron.megatron.conversion import convert_model, what_stays
+from snip_megatron.megatron.conversion import convert_model, what_stays, with_resolved_gemm
 from snip_megatron.megatron.evaluation import Evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host
@@ -54,10 +54,14 @@ _SHOULD_EXIT, _GRAD_NORM = 3, 5  # indices in the result of train_step
 
 
 class SnipRun:
-    """Holds SNIP's state in this process from the construction of the model to the end of training."""
+    """Holds SNIP's state in this process from the construction of the model to the end of training.
+
+    Raises SnipError if the configuration cannot work with Megatron's arguments.
+    """
 
     def __init__(self, config: SnipConfig, args: argparse.Namespace, on_adopt: OnAdopt | None = None) -> None:
-        self._config = config
+        self.config = config = with_resolved_gemm(config, args)
+        validate.check(config, args)
         self._on_adopt = on_adopt
         self._library = config.gemm_library
         self._args = args
@@ -87,7 +91,7 @@ class SnipRun:
         with ExitStack() as stack:
             stack.push(self.leave)
             self.undo.callback(compat.wrap_train_step(self.wrap))
-            if self._config.gradient_reduction != "fp32":
+            if self.config.gradient_reduction != "fp32":
                 self.undo.enter_context(compat.gradients_reduced_in_fp8(self._args))
             model_config.pre_wrap_hooks.append(self.pre_wrap_hook)
             yield
@@ -98,12 +102,12 @@ class SnipRun:
         if self._controller is not None:
             self._controller.close(together=False)  # ranks of the previous start may have died
         self._controller = self._coordinator = self._probes = None
-        self._registry = convert_model(model_chunks, dataclasses.replace(self._config, gemm_library=self._library))
+        self._registry = convert_model(model_chunks, dataclasses.replace(self.config, gemm_library=self._library))
         self._linears = ModelLinears(self._registry.rows, self._registry.uncovered)
         context = self._registry.context
-        validate.check_model(self._config, self._args, self._linears)
-        check_measurable(self._config, context.gemm_backend)
-        context.bf16_eval = self._config.eval == "bf16"
+        validate.check_model(self.config, self._args, self._linears)
+        check_measurable(self.config, context.gemm_backend)
+        context.bf16_eval = self.config.eval == "bf16"
         context.fsdp_sharded = validate.sharding(self._args) is not None
         self._watch_evaluation(self._registry)
         if cut := cut_tiles(self._args, self._linears):
@@ -135,7 +139,7 @@ class SnipRun:
 
     # -- overridden where another training loop than Megatron's runs the step -----------------------------------
     def _watch_evaluation(self, registry: LinearRegistry) -> None:
-        evaluation = Evaluation(self._config.eval, self._args, registry.context, self._validated, self.graphs)
+        evaluation = Evaluation(self.config.eval, self._args, registry.context, self._validated, self.graphs)
         self._undo_model.callback(compat.wrap_evaluate(evaluation.wrap))
         self._undo_model.enter_context(compat.evaluations_watched(evaluation.begin))
 
@@ -155,7 +159,7 @@ class SnipRun:
 
     def _has_state(self, has_state: bool) -> bool:
         """Print a notice if a checkpoint has no state of SNIP. Under a fixed map none is needed."""
-        if self._config.updates and not has_state:
+        if self.config.updates and not has_state:
             say("the checkpoint holds no SNIP state: linears start in bf16, the next update brings a map")
         return has_state
 
@@ -230,7 +234,7 @@ class SnipRun:
         The result of ``train_step`` is returned. It has the losses at index 0, whether Megatron exits instead of
         completing the step at index 3, and the gradient norm at index 5.
         """
-        if self._config.blame is not None:
+        if self.config.blame is not None:
             self._blame(call)
         with _between_steps(call.step, "start"):
             controller = self._controller or self._build(call)
@@ -247,10 +251,10 @@ class SnipRun:
 
         with _between_steps(call.step, "adoption"):
             diagnose = None
-            if self._config.guard_blame:
-                job = self._config, self._args, self._host, self._registry
+            if self.config.guard_blame:
+                job = self.config, self._args, self._host, self._registry
                 diagnose = functools.partial(guard_blame, *job, call, self._step_without_graphs)
-                count = self._config.probed_microbatches(call.num_microbatches, self._host.pass_group)
+                count = self.config.probed_microbatches(call.num_microbatches, self._host.pass_group)
                 compat.keep_microbatches(call.data_iterator, call.step, count)
             controller.before_step(call.step, probe, measure, diagnose)
             self.graphs.recapture(call.step)
@@ -302,13 +306,13 @@ class SnipRun:
         else:
             restored = self._restored_state()
             saved = None if restored is None else restored.precision_map
-            in_force = map_of_job(self._config, registry, host.device, saved)
+            in_force = map_of_job(self.config, registry, host.device, saved)
             registry.adopt(in_force)
             job = snip_job(in_force, registry)
-        run_blame(self._config, self._args, host, registry, call, job, self._step_without_graphs)
+        run_blame(self.config, self._args, host, registry, call, job, self._step_without_graphs)
 
     def _build(self, call: StepCall) -> Controller:
-        args, config, registry = self._args, self._config, self._registry
+        args, config, registry = self._args, self.config, self._registry
         model, step = call.model, call.step
         if config.gradient_reduction != "fp32":
             compat.check_reduced_models(model)
@@ -339,7 +343,7 @@ class SnipRun:
         return self._controller
 
     def _make_coordinator(self, registry: LinearRegistry, request: SolveRequest, step: int) -> RankZeroCoordinator:
-        args, config, linears, backend = self._args, self._config, self._linears, registry.context.gemm_backend
+        args, config, linears, backend = self._args, self.config, self._linears, registry.context.gemm_backend
         static_map = load_map(config.map, registry.names) if config.map is not None else None
         if static_map is not None and (line := describe_left_out(static_map, registry.names)):
             say(f"--snip-map {config.map}: {line}")

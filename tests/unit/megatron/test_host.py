@@ -1,6 +1,5 @@
 """The residual stream of a real GPT model as a probe sees it, and what a call of the schedule leaves behind."""
 
-import argparse
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ import pytest
 import torch
 from dense_names import dense_names
 from handles import handle_of
+from llama_arguments import arguments
 from megatron.core.models.gpt.gpt_model import GPTModel
 from small_decoder import dense
 from torch_attention import TorchAttention
@@ -209,7 +209,7 @@ def test_losses_of_tokens_are_noted_with_those_that_count() -> None:
 
 def test_a_step_that_megatron_repeats_rounds_as_before() -> None:
     """The index of a backward in its step enters the keys of stochastic rounding."""
-    run = SnipRun(SnipConfig(enabled=True), argparse.Namespace())
+    run = SnipRun(SnipConfig(enabled=True), arguments())
     registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in dense_names(1)], StepContext())
     handle = handle_of("decoder.layers.0.mlp.linear_fc1", context=registry.context)
     registry.add(handle)
