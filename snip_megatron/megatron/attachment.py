@@ -10,7 +10,9 @@ from typing import Any
 import megatron.core
 
 from snip_megatron.megatron import compat
+from snip_megatron.megatron.blame import prepare_blame
 from snip_megatron.megatron.compat import pretraining
+from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.megatron.startup import Startup, check_sources, say, untested
 from snip_megatron.numerics.products.selection import native_backend, select_backend
 from snip_megatron.precision.errors import SnipError, installed_version, located
@@ -128,9 +130,6 @@ def prepare_run(
         config, lines = configuration(args)
         if not config.enabled:
             return nullcontext, Terms({"--snip": "no"})
-        from snip_megatron.megatron.blame import prepare_blame
-        from snip_megatron.megatron.setup import SnipRun
-
         run = SnipRun(config, args, on_adopt)
         if config.blame is not None:
             prepare_blame(config, args)
