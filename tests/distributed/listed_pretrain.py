@@ -16,7 +16,7 @@ from typing import Any
 
 from snip_megatron import pretrain_gpt
 
-SEEN: dict[str, dict[str, None]] = {"warmed up": {}, "launched": {}}
+LISTS: dict[str, dict[str, None]] = {"warmed up": {}, "launched": {}}
 phase, kernels = "launched", False
 
 
@@ -32,7 +32,7 @@ def listing() -> Iterator[None]:
             yield
         finally:
             kernels = before
-    SEEN[phase] |= dict.fromkeys(map(str, launches.kernels))
+    LISTS[phase] |= dict.fromkeys(map(str, launches.kernels))
 
 
 def both(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,5 +95,5 @@ def install() -> None:
 def main() -> int:
     install()
     code = pretrain_gpt.main()
-    Path(f"{os.environ['LISTED']}.{os.environ['RANK']}").write_text(json.dumps({k: list(v) for k, v in SEEN.items()}))
+    Path(f"{os.environ['LISTED']}.{os.environ['RANK']}").write_text(json.dumps({k: list(v) for k, v in LISTS.items()}))
     return code

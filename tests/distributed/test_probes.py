@@ -1,6 +1,6 @@
 """What a probe measures does not depend on how Megatron scales a loss, nor on where the optimizer is.
 
-That it does not depend on the parallel layout: test_layout_matrix.py. That it leaves no trace: test_transactions.py.
+test_layout_matrix.py shows that it does not depend on the layout either, test_transactions.py that it leaves no trace.
 """
 
 import shlex

@@ -97,7 +97,7 @@ def test_the_map_is_taken_back_and_the_next_must_promise_more(warm: WarmRanks, t
     process = warm.succeed(2, args, module="altered_pretrain", env=spikes, tmp=tmp_path / "ranks", timeout=200)
     (blamed,) = events(run, "blame")
     assert (blamed["step"], blamed["alarm_step"], blamed["verdict"]) == (20, 18, "not_precision")
-    verdict = Blame.load(run / "blame_19.json")  # about the microbatches of the alarm, on the weights of now
+    verdict = Blame.load(run / "blame_19.json")  # of the microbatches of the alarm, with the current weights
     assert (verdict.verdict, verdict.microbatches, blamed["of_step"]) == ("not_precision", 1, 18)
     assert verdict.weights is not None
     assert (verdict.weights.step, verdict.weights.digest) == (20, blamed["weights"])

@@ -59,7 +59,7 @@ def test_the_program_takes_variants_and_training_runs_under_them(run: Path) -> N
     count = Counter((key.rpartition(":")[2], fmt) for key, fmt in chosen.choices.items())
     assert all(Gemm(gemm) in fmt.gemms for gemm, fmt in count)
     assert count["fprop", Format.NVFP4_46] > 0
-    assert chosen.choices[PINNED] is Format.NVFP4_HADAMARD  # by whose errors alone no wgrad must choose it
+    assert chosen.choices[PINNED] is Format.NVFP4_HADAMARD  # pinned, since errors alone may not choose it
     losses = [figure["loss"] for figure in read_metrics(run)]
     assert len(losses) == STEPS
     assert np.isfinite(losses).all()

@@ -26,7 +26,7 @@ Wrap = Callable[[Any], Any]
 
 
 def train(rank: int, ranks: int, before: Wrap, after: Wrap, **options: Any) -> dict[str, Any]:
-    """Train four steps with an update before the third. ``before`` and ``after`` convert() the model is wrapped."""
+    """Train four steps with an update before the third. ``before`` wraps the model first, ``after`` after convert()."""
     torch.manual_seed(3)
     model = before(example.Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

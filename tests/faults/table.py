@@ -142,7 +142,7 @@ def _disk_stalled(rank: Any, moment: str) -> None:
 
 
 def _garbage(rank: Any, moment: str) -> None:
-    """Write what is no answer into the pipe that the function ``solving.main`` has."""
+    """Write bytes that are no answer into the pipe of the function ``solving.main``."""
     frames = (frame.f_locals for frame, _ in traceback.walk_stack(None))
     answers = next(names["answers"] for names in frames if "answers" in names)
     answers.write(b"\x80\x05garbage.")

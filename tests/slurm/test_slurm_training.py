@@ -1,4 +1,4 @@
-"""A training under a real SLURM: a node lost, preempted, cancelled, from where it was. Real ranks."""
+"""A training of real ranks under a real SLURM goes on after a lost node and after a preemption."""
 
 from pathlib import Path
 

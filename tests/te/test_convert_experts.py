@@ -187,7 +187,7 @@ def test_a_delayed_wgrad_is_told_to_ddp_when_megatron_calls_for_it() -> None:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_ddp_reduces_gradients_that_autograd_does_not_pass(overlaps: bool) -> None:
-    """The real DDP over one rank, two steps of two microbatches: it learns in the first step what to wait for."""
+    """The real DDP, over one rank for two steps of two microbatches. It learns in the first step what to wait for."""
     by_autograd, by_hook = (steps_under_ddp(overlaps=overlaps, tells=tells) for tells in (False, True))
     assert all(torch.equal(*pair) for pair in zip(by_autograd, by_hook, strict=True))
 

@@ -48,7 +48,7 @@ def scores_of(rng: np.random.Generator) -> Scores:
 
 
 def map_of(version: int, scores: Scores) -> PrecisionMap:
-    """fp4 where it costs least, three quarters of each stage's GEMMs."""
+    """A map with fp4 where it costs least, in three quarters of each stage's GEMMs."""
     choices: dict[str, Format] = {}
     for stage in (0, 1):
         keys = [key for key in scores if stage_of(key.partition(":")[0]) == stage]

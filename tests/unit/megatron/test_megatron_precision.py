@@ -178,7 +178,7 @@ def test_blame_with_a_map_is_that_of_a_job_under_snip() -> None:
     ],
 )
 def test_megatron_allows_what_asks_for_graphs_with_experts(graphs: str, may: bool, modules: list[str]) -> None:
-    """It refuses ``moe``, but the parts of it that it allows stand for it."""
+    """Megatron refuses ``moe`` there. The parts of ``moe`` that it allows take its place."""
     parser = let_snip_choose(add_arguments(megatron_parser()))
     words = ["--num-experts", "4", "--cuda-graph-impl", *graphs.split()]
     args = parser.parse_args(["--snip", *words])

@@ -11,7 +11,7 @@ LONG = "a" * 5000
 
 
 @pytest.mark.parametrize("value", [LONG, [LONG], {LONG: 1}, 10**4000, b"a" * 5000])
-def test_long_ones_are_cut(value: object) -> None:
+def test_long_values_are_cut(value: object) -> None:
     assert len(quoted(value)) == QUOTED
     assert quoted(value).endswith("...")
 

@@ -16,7 +16,7 @@ FORMATS = ("fp8", "fp4")
 
 
 def truth_from(table: StatisticsTable, noise: float, seed: int) -> Truth:
-    """What the recipe says, times a random factor: truth that the estimators know up to ``noise``."""
+    """Return the recipe's values times random factors: a truth that the estimators know up to ``noise``."""
     rng = np.random.default_rng(seed)
     shape = (len(table.linears), 3, len(table.formats))
     truth = {column: np.zeros(shape) for column in TRUTH_COLUMNS}
@@ -59,7 +59,7 @@ def test_the_floor_of_the_layer_is_subtracted_in_quadrature() -> None:
     trials = plan_trials(NAMES, FORMATS)
     drift2, loss, w2 = np.full((len(trials), 10), 25.0), np.full(len(trials), -3.0), np.array([4.0] * 9 + [0.0])
     at = trials.index(next(t for t in trials if t.format is None and t.gemm is Gemm.DGRAD))
-    drift2[at], drift2[at, 0] = 9.0, 100.0  # more than was read: nothing is left of it
+    drift2[at], drift2[at, 0] = 9.0, 100.0  # the floor is above what was read: 0 remains
     loss[trials.index(trials[0])] = -0.5
     truth = truth_of(trials, drift2, loss, w2, NAMES, FORMATS)
     for name, expected in (("raw_drift", 9 * 2.5), ("drift", 8 * 2.0), ("floor", 2.5 + 8 * 1.5)):

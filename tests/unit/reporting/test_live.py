@@ -52,7 +52,7 @@ def test_the_page_follows_the_run(run: Path, server: LiveServer) -> None:
     assert "<dd>41</dd>" in get(server.url)[1]
 
 
-def test_only_the_printed_address_has_it(server: LiveServer) -> None:
+def test_only_the_printed_address_has_the_page(server: LiveServer) -> None:
     assert server.http.server_address[0] == "127.0.0.1"
     for wrong in (server.url.replace(server.secret, "guess"), server.url.rstrip("/"), f"{server.url}config.json"):
         with pytest.raises(urllib.error.HTTPError) as refused:

@@ -46,7 +46,7 @@ def measured(table: StatisticsTable) -> ProbeResult:
 
 @dataclass
 class Script:
-    """Rank 0's side: version -> the answers at its decisions, in turn."""
+    """Rank 0's side. ``answers``: version -> the answers at its decisions, in turn."""
 
     answers: dict[int, list[Answer]] = field(default_factory=dict)
     schedule: dict[int, PrecisionMap] = field(default_factory=dict)

@@ -52,7 +52,7 @@ def test_an_update_of_another_layout_is_solved_for_the_stages_of_this_one() -> N
 
 
 def test_a_solve_that_failed_is_printed_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Else a run whose solver always fails trains on without a map and without a word."""
+    """Otherwise a run whose solver always fails would train without a map and without a word."""
     request = SolveRequest(budget=Budget("fp4", 0.5), formats=("fp8", "nvfp4"))
     rows = table(8).linears
     with RunDirectory(tmp_path, {}, overwrite=False, resume_step=None) as run:

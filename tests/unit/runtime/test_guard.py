@@ -64,7 +64,7 @@ def test_what_raises_no_alarm(before: int, adopted: int, loss: Callable[[int], f
 
 
 def test_a_loss_that_stays_higher_before_the_adoption_is_not_its_fault() -> None:
-    """Another text, for example: the limit follows, so that the guard neither takes back every later map nor none."""
+    """The text may change, for example. The limit follows, so that the guard still takes back bad maps alone."""
     guard = Guard(SETTINGS)
     feed(guard, range(20))
     feed(guard, range(20, 100), lambda step: 1.0 + noisy(step))

@@ -57,7 +57,7 @@ def registry(linears: list[LinearHandle], active: int = 1) -> LinearRegistry:
 
 
 def test_experts_share_a_microbatch_s_tokens() -> None:
-    """Four of eight experts are here, two are active: half of 512 tokens each, of this rank and its peer."""
+    """This rank has four of eight experts, two of them a token: each gets half of 512 tokens of the two ranks."""
     attention = handles(1)[2:]
     experts = []
     for kind, side in (("mlp.experts.linear_fc1", "column"), ("mlp.experts.linear_fc2", "row")):
@@ -71,8 +71,8 @@ def test_experts_share_a_microbatch_s_tokens() -> None:
     assert result.features == 512 * (160 + 128) + 8 * 256 * (16 + 32)
 
 
-def test_the_same_as_is_planned() -> None:
-    """With the planner's own activations for the peak of a training pass."""
+def test_a_probe_needs_the_memory_that_is_planned() -> None:
+    """The peak of a training pass is that of the planner's activations."""
     chosen = Layout(Llama("small", 8, 512, 1408, 8, 4, 64, 1000, 256).model(4), 1, 4, 1, 2, 256, 1, 64)
     planned = stage_memory(chosen, 0, lambda row: (Format.BF16,) * 3, SnipConfig(enabled=True))
     sizes = {LinearId.parse(name).path: (s.n, s.k) for name, s in list(chosen.shapes.items())[:4]}
@@ -82,7 +82,7 @@ def test_the_same_as_is_planned() -> None:
 
 
 def largest(sequences: int, whole: float, holes: float = 0.0) -> float:
-    """The part of a microbatch whose passes take a byte a sequence, and whose recording takes as much, that fits."""
+    """Return the part of a microbatch that fits, if a sequence takes a byte in a pass and a byte when recorded."""
     return fitting(
         sequences, lambda part: Need(2.0 * sequences * part, sequences * part), FreeMemory(whole, holes, 0.0)
     ).part

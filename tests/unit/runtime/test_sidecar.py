@@ -162,7 +162,7 @@ def test_close_leaves_no_process(start: Start, tmp_path: Path) -> None:
 
 
 def test_ends_with_its_parent(tmp_path: Path) -> None:
-    """The parent is killed in mid-job, the worker even stopped: nothing is left."""
+    """The parent is killed in mid-job while the worker is stopped. No process is left."""
     mark = tmp_path / "running"
     command = [sys.executable, "-m", "sidecar_parent", f"sleep:{mark}"]
     parent = subprocess.Popen(

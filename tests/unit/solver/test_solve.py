@@ -302,17 +302,17 @@ def test_greedy_and_limits_give_valid_bounds(kind: str) -> None:
         check(problem, solution, best)
 
 
-def test_costs_of_nothing() -> None:
+def test_items_that_cost_nothing() -> None:
     item = Item("i", 0, 0.0, (Choice(Format.FP8, (1.0, 2.0), 0.0), Choice(Format.FP4, (0.0, 0.0), -1.0)))
     problem = Problem(fp4(0.5), (item,), 0.02, phases=(Phase(1), Phase(1)))
     solution = solve(problem)
-    assert solution.objective == 3.0  # what saves less than nothing is no choice on a stage that costs nothing
+    assert solution.objective == 3.0  # a stage that costs nothing takes no choice with a negative saving
     timed = solve(replace(problem, budget=Budget("speedup", 1.0), stage_tolerance=None))
     assert timed.objective == 3.0
     assert timed.achieved == 1.0
 
 
-def test_the_plan_counts_steps_from_zero_or_as_told() -> None:
+def test_the_plan_counts_steps_from_zero_or_from_the_named_ones() -> None:
     solution = solve(proportional())
     plan = solution.to_plan()
     assert [(p.begin, n) for p, n in zip(plan.phases, plan.steps, strict=True)] == [(0, 300), (300, 200)]

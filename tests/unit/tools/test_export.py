@@ -34,7 +34,7 @@ FORMATS = list(RECIPES)  # from wide to narrow
 
 
 def layer_map(layers: int) -> PrecisionMap:
-    """Granularity ``layer``; neighbours differ, and so do equal places of different layers."""
+    """A map of granularity ``layer``. Neighbours differ, and so do equal places of different layers."""
     names = dense_names(layers)
     return PrecisionMap({name: FORMATS[(i + i // 4) % len(FORMATS)] for i, name in enumerate(names)})
 

@@ -77,7 +77,7 @@ def test_data_of_ones_own(tmp_path: Path) -> None:
     assert value(words, "--data-path") == "mine"
 
 
-def test_goes_on_from_where_it_saves(tmp_path: Path) -> None:
+def test_a_job_goes_on_from_where_it_saves(tmp_path: Path) -> None:
     """A job that was killed before its first checkpoint goes on in its own run directory too."""
     words = megatron_arguments(job(save=tmp_path))
     assert value(words, "--load") == value(words, "--save") == str(tmp_path)
@@ -86,7 +86,7 @@ def test_goes_on_from_where_it_saves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("load", [("--load", "/base"), ("--load=/base",)])
 def test_another_checkpoint_is_where_the_first_start_begins(load: tuple[str, ...], tmp_path: Path) -> None:
-    """A job that is queued again must not begin there once more."""
+    """A job that is queued again must not begin at the other checkpoint again."""
 
     def last(**changes: Any) -> str | None:
         words = megatron_arguments(job(save=tmp_path, extra=load, **changes))
@@ -104,7 +104,7 @@ def test_the_last_folder_of_checkpoints_is_the_one_that_counts(tmp_path: Path) -
     assert last_value(megatron_arguments(result), "--save") == str(tmp_path / "c")
 
 
-def test_another_model() -> None:
+def test_the_arguments_are_those_of_the_model() -> None:
     words = megatron_arguments(job(name="7b", model="1b", tp=2))
     shapes = ("--num-layers", "--hidden-size", "--num-query-groups", "--rotary-base", "--norm-epsilon", "--seq-length")
     assert [value(words, name) for name in shapes] == ["22", "2048", "4", "10000", "1e-05", "2048"]

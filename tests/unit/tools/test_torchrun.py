@@ -118,7 +118,7 @@ def test_nohup() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT], ids=lambda number: number.name)
 def test_a_key_that_ends_a_program_ends_the_ranks_through_torchrun(number: signal.Signals) -> None:
-    """The terminal sends it to the whole group, in which the ranks are not: torchrun ends them, and is waited for."""
+    """The terminal sends it to the whole group, which has no ranks. torchrun ends them, and we wait for it."""
     stand_in = "import signal, sys, time; asked = []; signal.signal(NUMBER, lambda *a: asked.append(1)); " \
         "print('started', flush=True);\nwhile not asked: time.sleep(0.05)\ntime.sleep(0.5); sys.exit(3)"  # fmt: skip
     process = supervisor([sys.executable, "-c", SUPERVISOR, stand_in.replace("NUMBER", str(int(number)))])

@@ -51,7 +51,7 @@ def quantize_dequantize(x: np.ndarray, fmt: str, granularity: str = "tile") -> n
 
 
 def _scale(amax: np.float32, fmt: str, tensor_amax: np.float32) -> np.float32:
-    """0 stands for: this tile becomes zero."""
+    """Return the scale of a tile. 0 makes the tile zero."""
     maximum = np.float32(ELEMENTS[fmt][1])
     if amax == 0:
         return np.float32(0)
