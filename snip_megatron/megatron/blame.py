@@ -36,7 +36,7 @@ from snip_megatron.reporting.blame import write_blame_page
 from snip_megatron.runtime import gemm_check
 from snip_megatron.runtime.agreement import on_rank_zero
 from snip_megatron.runtime.blame import blame_step
-from snip_megatron.runtime.blame_passes import Job
+from snip_megatron.runtime.blame_passes import Job, Passes
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.exact_products import RecipeNumerics
 from snip_megatron.runtime.exchange import MapChannel, is_true_on_any, objects_of_ranks
@@ -121,8 +121,8 @@ def run_blame(
             )
         step = step_of(dataclasses.replace(call, step=iteration - 1))
         step.first = skipped * call.num_microbatches
-        blame = _verdict(job, host, registry, step, job.unfinished(iteration, checkpoint, weights), folder)
-        on_rank_zero(lambda blame=blame: publish(remedies.write(blame, job.formats, folder), folder))  # type: ignore[misc]
+        blame = job.unfinished(iteration, checkpoint, weights)
+        _verdict(Passes(job, host, registry, step), call, blame, folder, remedies)
     if dist.is_initialized():
         dist.barrier()
     raise SystemExit(0)
@@ -180,13 +180,10 @@ def guard_blame(
     if readable is None:
         return {"verdict": UNFINISHED, "why": "no microbatches are left", "culprit": "", "seconds": 0.0}
     root = run_folder(config, args) or Path(tempfile.gettempdir())
-    weights = Weights(call.step, weights_digest(call.model))
-    limits = {"seconds": config.guard_blame_seconds, "microbatches": count}
-    job = snip_job(failed, registry)
+    weights, job = Weights(call.step, weights_digest(call.model)), snip_job(failed, registry)
+    passes = Passes(job, host, registry, step_of(readable), count, config.guard_blame_seconds)
     blame = job.unfinished(readable.step + 1, None, weights)
-    blame = _verdict(job, host, registry, step_of(readable), blame, root, **limits)
-    remedies = RemedyWriter(config, args, registry.rows)
-    on_rank_zero(lambda: publish(remedies.write(blame, failed, root), root))
+    blame = _verdict(passes, call, blame, root, RemedyWriter(config, args, registry.rows))
     culprit = next(iter(blame.culprits), None) or blame.bug
     named = "" if culprit is None else f"{culprit.linear}:{culprit.gemm}"
     fields = {"verdict": blame.verdict, "why": blame.reason, "culprit": named, "seconds": blame.seconds}
@@ -212,20 +209,19 @@ def broken_weights(model: Sequence[torch.nn.Module]) -> str | None:
     return next((name for name in names if name is not None), None)
 
 
-def _verdict(
-    job: Job, host: Host, registry: LinearRegistry, step: MegatronStep, blame: Blame, folder: Path, **limits: Any
-) -> Blame:
-    """Return the verdict about a step, within ``limits`` of :func:`blame_step`. Collective.
+def _verdict(passes: Passes, call: StepCall, blame: Blame, folder: Path, remedies: RemedyWriter) -> Blame:
+    """Return, write and print the verdict about the step of ``passes``. Collective.
 
     No verdict is possible on weights that are not finite.
     """
-    call = step.call
     if (name := broken_weights(call.model)) is None:
-        state = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
-        return blame_step(job, host, registry, step, blame, folder, state, **limits)
-    assert blame.weights is not None
-    reason = f"after step {blame.weights.step} the weights are not finite ({name}): load a checkpoint from before"
-    return dataclasses.replace(blame, reason=reason)
+        state = functools.partial(state_checked, call.model, call.optimizer, passes.registry, passes.host.groups)
+        blame = blame_step(passes, blame, folder, state)
+    else:
+        reason = f"after step {call.step} the weights are not finite ({name}): load a checkpoint from before"
+        blame = dataclasses.replace(blame, reason=reason)
+    on_rank_zero(lambda: publish(remedies.write(blame, passes.job.formats, folder), folder))
+    return blame
 
 
 def weights_digest(model: Sequence[torch.nn.Module]) -> str:

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import Format, Gemm, PrecisionMap
-from snip_megatron.runtime.blame_passes import Job, Passes, PassResult, RoundingRise
+from snip_megatron.runtime.blame_passes import Passes, PassResult, RoundingRise
 from snip_megatron.runtime.gemm_check import (
     Effect,
     KernelCheck,
@@ -32,7 +31,6 @@ from snip_megatron.runtime.gemm_check import (
     Part,
     RoundingEffects,
 )
-from snip_megatron.runtime.host import Host, HostStep
 from snip_megatron.runtime.watched import watched
 from snip_megatron.sensitivity.blame import (
     BUG,
@@ -63,37 +61,20 @@ _KERNELS_END, _EFFECTS_END = 0.4, 0.7
 """Shares of a bounded time after which no more kernels are compared, and no more effects of rounding measured."""
 
 
-def blame_step(
-    job: Job,
-    host: Host,
-    registry: LinearRegistry,
-    step: HostStep,
-    blame: Blame,
-    folder: Path,
-    state: StateCheck = lambda _: nullcontext(),
-    *,
-    microbatches: int | None = None,
-    seconds: float = math.inf,
-) -> Blame:
-    """Return the verdict about ``step``. Random states, gradients and data order are restored. Collective.
+def blame_step(passes: Passes, blame: Blame, folder: Path, state: StateCheck = lambda _: nullcontext()) -> Blame:
+    """Return the verdict about the step of ``passes``. Random states, gradients and data order are restored.
 
-    ``blame`` is the verdict so far, which says of which step and weights it is. ``folder`` is that of files.
-    ``microbatches`` and ``seconds`` are those of :class:`Passes`. If the time ends before a verdict is certain, the
-    verdict is ``unfinished``.
+    ``blame`` is the verdict so far, which says of which step and weights it is. ``folder`` is that of files. If the
+    time of the passes ends before a verdict is certain, the verdict is ``unfinished``. Collective.
     """
-    started = time.perf_counter()
-    passes = Passes(job, host, registry, step, microbatches, seconds)
+    started, step = time.perf_counter(), passes.step
     with step.undisturbed():
         try:
             blame = _blame(passes, blame, folder, state)
         finally:
-            registry.start_step(step.step)
-    return dataclasses.replace(
-        blame,
-        microbatches=passes.microbatches,
-        step_microbatches=step.microbatches,
-        seconds=round(time.perf_counter() - started, 3),
-    )
+            passes.registry.start_step(step.step)
+    blame = dataclasses.replace(blame, microbatches=passes.microbatches, step_microbatches=step.microbatches)
+    return dataclasses.replace(blame, seconds=round(time.perf_counter() - started, 3))
 
 
 def _blame(passes: Passes, blame: Blame, folder: Path, state: StateCheck) -> Blame:

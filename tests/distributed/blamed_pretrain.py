@@ -63,10 +63,9 @@ def run_cases(
             # An outlier is in the weights, which the optimizer's copies do not follow here.
             state: Any = functools.partial(state_checked, call.model, call.optimizer, registry, host.groups)
             checks = [] if case in ("outlier", "part") else [state]
-            blame = blame_step(
-                of_case, host, registry, step_of(call), of_case.unfinished(1), Path.cwd(), *checks,
-                seconds=math.inf if case != "hurried" else 1e-3 if last_rank() else 1e6,
-            )  # fmt: skip
+            seconds = math.inf if case != "hurried" else 1e-3 if last_rank() else 1e6
+            passes = Passes(of_case, host, registry, step_of(call), seconds=seconds)
+            blame = blame_step(passes, of_case.unfinished(1), Path.cwd(), *checks)
         if dist.get_rank() == 0:
             Path(f"{case}.json").write_text(blame.to_json())
     dist.barrier()
