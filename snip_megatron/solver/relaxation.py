@@ -13,8 +13,6 @@ from scipy.sparse import coo_array, hstack, vstack
 
 from snip_megatron.solver.table import Bools, Floats, Ints, Table
 
-_HALVINGS = 50
-_LARGEST_EXPONENT = 600.0
 _TRIM_WORK = 1e7  # trimmed choices · size of the table: a million items are not trimmed one by one
 
 
@@ -125,39 +123,6 @@ def _bound(
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------
-def first_assignment(table: Table) -> Ints | None:
-    """Return an assignment that meets the need: every decision at the lowest common price of savings that does.
-
-    None if no assignment meets the need.
-    """
-    best = table.fastest_assignment()
-    if not table.is_feasible(best):
-        return None
-    losses = table.loss[(table.loss > 0) & table.allowed]
-    savings = np.abs(table.saving[table.saving != 0])
-    if not len(losses) or not len(savings):
-        cheapest = _cheapest(table, 0.0)
-        return cheapest if table.is_feasible(cheapest) else best
-    steps = table.active.T @ table.steps
-    low = math.log(float(losses.min()) / float(savings.max()) / float(steps.max())) - 1
-    high = math.log(float(losses.max()) / float(savings.min()) / float(steps.min())) + 1
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        cheapest = _cheapest(table, math.exp(min(middle, _LARGEST_EXPONENT)) * steps[:, None])
-        if table.is_feasible(cheapest, exact=False):
-            best, high = cheapest, middle
-        else:
-            low = middle
-    return best if table.is_feasible(best) else table.fastest_assignment()
-
-
-def _cheapest(table: Table, price: Floats | float) -> Ints:
-    """Return the assignment of least loss − price · saving. Ties go to the larger saving."""
-    value = np.where(table.allowed, table.loss - price * table.saving, np.inf)
-    best = value <= value.min(axis=1, keepdims=True)
-    return np.where(best, table.saving, -np.inf).argmax(axis=1).astype(np.int64)
-
-
 def repair(table: Table, assignment: Ints, phase_saving: Floats, fallback: Ints) -> Ints:
     """Return a feasible assignment near ``assignment``, or ``fallback`` if none is found.
 

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 import numpy as np
 from ortools.sat.python import cp_model
 
-from snip_megatron.solver.relaxation import Relaxation, first_assignment, relax, repair
+from snip_megatron.solver.relaxation import Relaxation, relax, repair
 from snip_megatron.solver.table import GAP, Bools, Floats, Ints, Table
 
 BITS = 40  # losses and savings are integers of 2^-40 of their range. CP-SAT adds them within int64
@@ -57,8 +57,8 @@ def search(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
     """Return the best assignment, by CP-SAT within ``limits`` if ``exact``. None if none meets the budget."""
     if table.limit < math.inf:
         return _fastest(table, limits, exact=exact)
-    start = first_assignment(table)
-    return None if start is None else _Search(table, start, limits, exact=exact).run()
+    start = table.fastest_assignment()
+    return _Search(table, start, limits, exact=exact).run() if table.is_feasible(start) else None
 
 
 # -- budgets of the loss -----------------------------------------------------------------------------------------
@@ -87,15 +87,14 @@ def _fastest(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
             break
         need = reached if closed else max(highest - step, (reached + highest) / 2)
         at_need = replace(table, need=need, limit=math.inf)
-        start = best if closed else first_assignment(at_need)
-        if start is not None:
-            probe = _Search(at_need, start, limits, exact=exact, effort=effort, limit=table.limit - table.least)
-            outcome = probe.run()
-            if table.total_loss(outcome.assignment) <= table.limit:
-                best, reached, is_least = outcome.assignment, table.total_saving(outcome.assignment), True
-                continue
-            if outcome.bound > table.limit - table.least:
-                bound = need
+        start = best if closed else fastest
+        probe = _Search(at_need, start, limits, exact=exact, effort=effort, limit=table.limit - table.least)
+        outcome = probe.run()
+        if table.total_loss(outcome.assignment) <= table.limit:
+            best, reached, is_least = outcome.assignment, table.total_saving(outcome.assignment), True
+            continue
+        if outcome.bound > table.limit - table.least:
+            bound = need
         highest, failures = need, failures + 1
         step = 0.95 * GAP * (total - bound) * 2 ** max(0, failures - 3)
         if highest - reached <= 0.5 * GAP * (total - reached):

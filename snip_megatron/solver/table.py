@@ -171,9 +171,9 @@ class Table:
         """Return Σ loss above each decision's least, correctly rounded."""
         return math.fsum(np.take_along_axis(self.loss, assignment[:, None], axis=1)[:, 0])
 
-    def is_feasible(self, assignment: Ints, *, exact: bool = True) -> bool:
+    def is_feasible(self, assignment: Ints) -> bool:
         """Return whether an assignment meets every row, floor and the need."""
-        savings = self.savings(assignment, exact=exact)
+        savings = self.savings(assignment)
         if bool((savings[:, self.rows.hard] < 0).any()):
             return False
         phase_saving = self.phase_saving(savings)
