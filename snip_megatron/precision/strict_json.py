@@ -112,13 +112,6 @@ def finite(value: Any, path: str) -> float:
     return float(value)
 
 
-def number(value: Any, path: str) -> float:
-    """Return a number as float64. NaN and Infinity are numbers; integers beyond float64 are refused."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise SnipError(f"{path}: must be a number, got {quoted(value)}")
-    return value if isinstance(value, float) else finite(value, path)
-
-
 def whole(value: Any, path: str, least: int = 0, below: int = INTEGER_LIMIT) -> int:
     """Return an integer of at least ``least`` and below ``below``."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < below:

@@ -23,7 +23,6 @@ from snip_megatron.precision.strict_json import (
     field,
     finite,
     mapping,
-    number,
     read_object,
 )
 
@@ -177,7 +176,7 @@ def _budget(raw: dict[str, Any]) -> dict[str, Any]:
     if len(kinds) > 1:
         raise SnipError(f"budget: must have exactly one of {', '.join(_KINDS)}, has {' and '.join(kinds)}")
     (key,) = kinds
-    value = number(raw[key], f"budget.{key}")
+    value = finite(raw[key], f"budget.{key}")
     try:
         budget = Budget(_KINDS[key], value)
     except SnipError as error:
@@ -189,8 +188,8 @@ def _budget(raw: dict[str, Any]) -> dict[str, Any]:
             raise SnipError(f"budget.fixed_cost: {quoted(stage)} is not a stage number")
     return {
         "budget": budget,
-        "stage_tolerance": None if tolerance is None else number(tolerance, "budget.stage_tolerance"),
-        "fixed_cost": tuple((int(k), number(cost, f"budget.fixed_cost.{k}")) for k, cost in fixed.items()),
+        "stage_tolerance": None if tolerance is None else finite(tolerance, "budget.stage_tolerance"),
+        "fixed_cost": tuple((int(k), finite(cost, f"budget.fixed_cost.{k}")) for k, cost in fixed.items()),
     }
 
 

@@ -1,11 +1,8 @@
 """Cost models, which predict the seconds that a rank spends in one GEMM of one linear, from a table or from FLOPs.
 
-Two GEMMs may share a quantisation: X is read once for fprop and wgrad, G once for dgrad and wgrad, W once a step for
-fprop and dgrad. A Problem adds up costs of single GEMMs, so :meth:`CostModel.seconds` must split a shared
-quantisation without knowing the format of the other GEMM. Each GEMM is charged its Shapley value: the mean of its time
-alone and of the time that it adds to the other's. The sum is exact if both GEMMs quantise in one format, and nearly so
-in two formats with tiles. It is too low by half of the shared read if only one GEMM quantises, and by all of it if one
-has a scale for the whole tensor and the other has tiles.
+X is quantised for fprop and wgrad, G for dgrad and wgrad. :meth:`CostModel.seconds` charges each GEMM what quantising
+for it alone takes, and :meth:`CostModel.joint` is what one call for both saves if they have one format. W is quantised
+once a step for fprop and dgrad, each of which is charged half.
 
 Where Megatron's own linear adds ∇W in a kernel of its own, a bf16 wgrad is charged this kernel. That is exact if all
 three GEMMs are bf16. Otherwise SNIP's linear runs, which adds in the GEMM, and the charge is too high.

@@ -1,7 +1,7 @@
 """Selection of the GEMM backend (``--snip-gemm``)."""
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,13 +129,16 @@ def _te_fault(formats: frozenset[Format]) -> str | None:
 
 
 def _why_not_emulated() -> str | None:
+    return _why_not("a GPU with bf16 tensor cores (sm_80 or later)", lambda capability: capability >= _AMPERE)
+
+
+def _why_not(card: str, fits: Callable[[tuple[int, int]], bool]) -> str | None:
+    """Return why kernels for a ``card`` cannot run on this machine, or None if they can."""
     if not torch.cuda.is_available():
-        return "needs a GPU with bf16 tensor cores (sm_80 or later) and there is no CUDA device here"
-    if torch.cuda.get_device_capability() < _AMPERE:
-        return f"needs a GPU with bf16 tensor cores (sm_80 or later) and this is {_card()}"
-    if not has_triton():
-        return "needs triton, which cannot be imported here"
-    return None
+        return f"needs {card} and there is no CUDA device here"
+    if not fits(torch.cuda.get_device_capability()):
+        return f"needs {card} and this is {_card()}"
+    return None if has_triton() else "needs triton, which cannot be imported here"
 
 
 @functools.cache
@@ -149,17 +152,10 @@ def _emulated() -> GemmBackend:
 
 def why_not_hopper() -> str | None:
     """Return why the Hopper backend cannot run on this machine, or None if it can."""
-    if not torch.cuda.is_available():
-        return "needs a Hopper GPU (sm_90) and there is no CUDA device here"
-    capability = torch.cuda.get_device_capability()
-    if capability != _HOPPER:
-        name = torch.cuda.get_device_name()
-        return f"needs a Hopper GPU (sm_90) and {name} is sm_{capability[0]}{capability[1]}"
-    if cublaslt() is None:
+    reason = _why_not("a Hopper GPU (sm_90)", lambda capability: capability == _HOPPER)
+    if reason is None and cublaslt() is None:
         return f"needs cuBLASLt 12.9 or later, which torch {torch.__version__} did not bring"
-    if not has_triton():
-        return "needs triton, which cannot be imported here"
-    return None
+    return reason
 
 
 @functools.cache

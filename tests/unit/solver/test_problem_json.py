@@ -105,7 +105,7 @@ BAD_VALUES = [
     ("schema", "snip.problem/3", '"snip.problem/1" or "snip.problem/2"'),
     ("budget", [], "object"),
     ("budget.target", 1.0000001, "between 0 and 1"),
-    ("budget.target", float("nan"), "nan"),
+    ("budget.target", float("nan"), "must be a finite number"),
     ("budget.stage_tolerance", -0.1, "null or a share"),
     ("budget.fixed_cost", {"0": 1.0}, "no meaning beside target"),
     ("items[1].joint", {"x": {"fp8": 1.0}}, "id of another item of the same stage"),
