@@ -316,7 +316,7 @@ def one_rank(model: str, layers: int, ranks: int) -> Body:
         torch=torch, dist=dist, handles=handles, norm=norm, token_shards=layout.sequence_parallel, of_tp=of_tp
     )
     probes: Any = ProbeRunner(host, registry, config, weighs_updates=True)
-    probes.check_memory = lambda step: (1, Fit(1.0, 1.0, 1.0, 1.0, 2.0))
+    probes.check_memory = lambda step: Fit(1, 1, 1.0, 1.0, 2.0)
     base, started = _rss(), time.process_time()
     probes.measure(step, 1.0)
     channel = MapChannel(registry.names, cpu)

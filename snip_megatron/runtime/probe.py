@@ -145,23 +145,21 @@ class ProbeRunner:
         They are the most that fit into the memory of all ranks, and at most ``most``, so that a resumed run takes as
         many. Raises UpdateDroppedError on all ranks if one has no memory for one sequence.
         """
-        sequences, fit = update.together("memory", self.check_memory, step)
-        part = 1.0 if fit is None else memory.fitting_on_all(fit, self.host.device)
-        fitting = round(part * sequences)
+        fit = update.together("memory", self.check_memory, step)
+        fitting = step.sequences if fit is None else memory.fitting_on_all(fit, self.host.device)
         return fitting if most is None else min(most, fitting)
 
-    def check_memory(self, step: HostStep) -> tuple[int, memory.Fit | None]:
-        """Return the sequences of a microbatch, and what fits on this rank. None on a CPU, which is not checked."""
-        host, sequences = self.host, step.sequences
-        free = memory.device_memory(host.device)
+    def check_memory(self, step: HostStep) -> memory.Fit | None:
+        """Return what fits on this rank. None on a CPU, which is not checked."""
+        host, free = self.host, memory.device_memory(self.host.device)
         if free is None or host.tokens is None:
-            return sequences, None
+            return None
         peak = max(free.peak, self.first_peak) if self.has_trained else None
         needed = functools.partial(
             memory.needed, self.registry, host, self.config.probe_tokens, peak, self._microbatches(step),
             step.microbatches,
         )  # fmt: skip
-        return sequences, memory.fitting(sequences, needed, free)
+        return memory.fitting(step.sequences, needed, free)
 
     def _microbatches(self, step: HostStep) -> int:
         return self.config.probed_microbatches(step.microbatches, self.host.pass_group)

@@ -136,48 +136,46 @@ def probed_shapes(registry: LinearRegistry, host: Host, tokens: int) -> ProbedSh
 
 
 class Fit(NamedTuple):
-    """What fits on one rank. Parts are of a microbatch."""
+    """What fits on one rank."""
 
-    smallest: float  # the smallest part that can run
-    part: float  # the largest that fits. 0 if none does
+    sequences: int  # sequences into which this rank can cut a microbatch
+    fitting: int  # the largest number of them that fits. 0 if none does
     of_whole: float  # bytes that an update with the whole microbatch takes
-    of_smallest: float  # bytes that an update with its smallest part takes
+    of_one: float  # bytes that an update with one sequence takes
     free: float  # bytes that are free for it
 
 
 def fitting(sequences: int, needed: Callable[[float], Need], free: FreeMemory) -> Fit:
-    """Return the largest part of a microbatch that fits on this rank.
+    """Return how much of a microbatch fits on this rank, which can cut it into so many sequences.
 
-    A pass can use the holes that the tensors of a training step have left, up to the memory that the pass itself takes.
-
-    Args:
-        sequences: Number of sequences into which this rank can cut a microbatch.
-        needed: Part of a microbatch → bytes that an update takes on this rank.
-        free: Free memory of this rank.
+    ``needed`` returns the bytes that an update with a part of the microbatch takes. A pass can use the holes that the
+    tensors of a training step have left, up to the memory that the pass itself takes.
     """
 
     def available(part: float) -> float:
         return free.whole + min(free.holes, needed(part).of_pass)
 
-    parts = [n / sequences for n in range(sequences, 0, -1) if sequences % n == 0]
-    largest = next((part for part in parts if needed(part).total <= available(part)), 0.0)
-    smallest = parts[-1]
-    return Fit(smallest, largest, needed(1.0).total, needed(smallest).total, available(smallest))
+    counts = [n for n in range(sequences, 0, -1) if sequences % n == 0]
+    most = next((n for n in counts if needed(n / sequences).total <= available(n / sequences)), 0)
+    one = 1 / sequences
+    return Fit(sequences, most, needed(1.0).total, needed(one).total, available(one))
 
 
-def fitting_on_all(fit: Fit, device: torch.device) -> float:
-    """Return the largest part of a microbatch that fits on all ranks. Collective on ``device``.
+def fitting_on_all(fit: Fit, device: torch.device) -> int:
+    """Return the largest number of sequences that fits on all ranks. Collective on ``device``.
 
-    Raises UpdateDroppedError on all ranks if none fits on one of them.
+    It is the whole microbatch, or none, if ranks can cut it into different numbers. Raises UpdateDroppedError on all
+    ranks if none fits on one of them.
     """
     rows = torch.zeros(group_size(None), len(fit), dtype=torch.float64, device=device)
     rows[rank()] = torch.tensor(fit, dtype=torch.float64)
-    smallest, fitting_part, of_whole, of_smallest, free = all_reduced(rows).cpu().unbind(1)
-    can_cut = bool((smallest == smallest[0]).all())  # on all ranks
-    part = float(fitting_part.min()) if can_cut or bool((fitting_part == 1.0).all()) else 0.0
-    if part > 0.0:
-        return part
-    least = of_smallest if can_cut else of_whole
+    sequences, most, of_whole, of_one, free = all_reduced(rows).cpu().unbind(1)
+    can_cut = bool((sequences == sequences[0]).all())
+    if can_cut and most.min() > 0:
+        return int(most.min())
+    if bool((most == sequences).all()):
+        return fit.sequences
+    least = of_one if can_cut else of_whole
     tightest = int((least - free).argmax())
     need, has = float(least[tightest]), float(free[tightest])
     reason = f"not enough memory: rank {tightest} has {has / _GIB:.2f} GiB free, a probe may take {need / _GIB:.2f} GiB"

@@ -81,17 +81,17 @@ def test_a_probe_needs_the_memory_that_is_planned() -> None:
     assert result.total == pytest.approx(planned["probe"], rel=1e-12)
 
 
-def largest(sequences: int, whole: float, holes: float = 0.0) -> float:
-    """Return the part of a microbatch that fits, if a sequence takes a byte in a pass and a byte when recorded."""
+def largest(sequences: int, whole: float, holes: float = 0.0) -> int:
+    """Return how many sequences fit, if a sequence takes a byte in a pass and a byte when recorded."""
     return fitting(
         sequences, lambda part: Need(2.0 * sequences * part, sequences * part), FreeMemory(whole, holes, 0.0)
-    ).part
+    ).fitting
 
 
 def test_holes_hold_what_a_training_pass_had_in_them_and_nothing_else() -> None:
-    for holes, part in ((4.0, 0.5), (8.0, 1.0), (1000.0, 1.0)):
-        assert largest(8, 8.0, holes) == part
-    assert largest(8, 0.9, 1000.0) == 0.0
+    for holes, count in ((4.0, 4), (8.0, 8), (1000.0, 8)):
+        assert largest(8, 8.0, holes) == count
+    assert largest(8, 0.9, 1000.0) == 0
 
 
 def test_only_segments_and_pages_that_nothing_uses_are_whole() -> None:
