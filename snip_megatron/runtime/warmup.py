@@ -52,7 +52,6 @@ class WarmUp:
     host: Host
     times: Callable[[], None] | None  # runs once the calls that the first update times. None if this rank times nothing
     _compilation: Compilation | None = None
-    _checked: bool = False
 
     @property
     def _cpp_replay(self) -> bool:
@@ -90,12 +89,7 @@ class WarmUp:
 
     def finish(self, seconds: float = math.inf) -> bool:
         """Wait for this rank's kernels for at most ``seconds``. Returns whether the compilation has ended."""
-        if self._compilation is None:
-            return True
-        ended = not self._compilation.running(seconds)
-        if ended:
-            self._check()
-        return ended
+        return self._compilation is None or not self._compilation.running(seconds)
 
     def complete(self) -> Mapping[str, float]:
         """Begin to use the kernels, which all ranks have. Returns figures for the event, empty without kernels.
@@ -118,13 +112,11 @@ class WarmUp:
         return {name: getattr(compilation, name) for name in ("kernels", "compiled", "processes")}
 
     def _check(self) -> None:
-        """Check the backend once, when its kernels are compiled and before a map uses it."""
+        """Check the backend, before a map uses it."""
         formats, rows = self._formats_in_use, self.host.tokens or 0
         # The rows of experts differ from step to step. Graphs hold no experts, so that their products are timed later.
         sizes = {(rows, *handle.weight.shape) for handle in self.registry if handle.expert is None and rows}
-        check = self.registry.context.backend.check
-        fault = check("cuda", formats, sorted(sizes)) if formats and not self._checked else None
-        self._checked = True
+        fault = self.registry.context.backend.check("cuda", formats, sorted(sizes)) if formats else None
         if fault is not None:
             print(f"snip: rank {rank()}: {fault}", flush=True)
 
