@@ -13,9 +13,9 @@ def raw_records(data: bytes) -> Iterator[bytes]:
     assert data[:4] == b":W&B"
     position, parts = FILE_HEADER, b""
     while position + RECORD_HEADER <= len(data):
-        left_in_block = BLOCK - position % BLOCK
-        if left_in_block < RECORD_HEADER:
-            position += left_in_block
+        free_bytes = BLOCK - position % BLOCK
+        if free_bytes < RECORD_HEADER:
+            position += free_bytes
             continue
         length = int.from_bytes(data[position + 4 : position + 6], "little")
         kind = data[position + 6]

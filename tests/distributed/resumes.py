@@ -235,7 +235,7 @@ def _choices(run: Path, point: int) -> dict[int, Mapping[str, Any]]:
 
 
 _DECISIONS = ("submit", "adopt", "guard", "postpone", "skipped", "dropped", "solve_failed")
-_TOLD = ("step", "event", "version", "action", "alarm_step", "loss", "limit", "drift", "since", "changed", "until")
+_FIELDS = ("step", "event", "version", "action", "alarm_step", "loss", "limit", "drift", "since", "changed", "until")
 
 
 def excess(run: Path, adopted: int, choices: Mapping[str, Any]) -> float:
@@ -256,7 +256,7 @@ def _later_decisions(run: Path, whole: Path, point: int, besides: tuple[str, ...
     ``point`` is the pending update's own.
     """
     decisions = [
-        {name: event[name] for name in _TOLD if name in event and name not in besides}
+        {name: event[name] for name in _FIELDS if name in event and name not in besides}
         for event in read_events(run)
         if event["event"] in _DECISIONS and event["step"] >= point
     ]

@@ -15,7 +15,7 @@ from snip_megatron.runtime.run_data import read_config
 
 SNIP = ("--snip", "--snip-first-update", "1", "--snip-lag", "1", "--snip-update-interval", "3", "--snip-wait", "60")
 HOST = socket.gethostname()
-_ENDS = re.compile(r"rank (\d+) ends with (\d+)")
+_EXIT_CODE = re.compile(r"rank (\d+) ends with (\d+)")
 
 
 def start(warm: WarmRanks, tmp: Path, *unlike: str, snip: tuple[str, ...] = SNIP, ranks: int = 2) -> tuple[str, str]:
@@ -23,7 +23,7 @@ def start(warm: WarmRanks, tmp: Path, *unlike: str, snip: tuple[str, ...] = SNIP
     args = tiny_llama_args(*snip, "--global-batch-size", str(2 * ranks), iters=4)
     process = warm.run(ranks, args, tmp=tmp, module="unlike_pretrain", env={"UNLIKE": "\n".join(unlike)}, timeout=120)
     assert losses(process) == {}
-    return only_line(process), " ".join(code for _, code in sorted(_ENDS.findall(process.stdout)))
+    return only_line(process), " ".join(code for _, code in sorted(_EXIT_CODE.findall(process.stdout)))
 
 
 def only_line(process: subprocess.CompletedProcess[str]) -> str:
@@ -130,7 +130,7 @@ def test_the_doctor_says_which_ranks_differ(warm: WarmRanks, tmp_path: Path) -> 
         f"snip_megatron {VERSION} 0123456789ab on {HOST} (rank 1)",
         "--snip-lag 10",
     } <= rows_of(process)
-    assert sorted(_ENDS.findall(process.stdout)) == [("0", "19"), ("1", "19")]
+    assert sorted(_EXIT_CODE.findall(process.stdout)) == [("0", "19"), ("1", "19")]
 
 
 def rows_of(process: subprocess.CompletedProcess[str]) -> set[str]:

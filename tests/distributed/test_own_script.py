@@ -12,7 +12,7 @@ from snip_megatron.megatron.prepare_data import byte_tokenizer, save_tokenizer
 from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics
 
 USUAL = REPOSITORY / "examples" / "own_pretrain_gpt.py"
-OWN = REPOSITORY / "examples" / "own_model_data_loss.py"
+EXAMPLE = REPOSITORY / "examples" / "own_model_data_loss.py"
 SNIP = shlex.split("--snip --snip-first-update 2 --snip-update-interval 6 --snip-lag 3 --snip-wait 120")
 TP2 = ("--bf16", "--tensor-model-parallel-size", "2")
 #: What SNIP's parser sets by itself where there is no CUDA device; a script without SNIP must be told.
@@ -27,9 +27,9 @@ def test_without_snip_the_script_trains_bitwise_as_it_did(warm: WarmRanks, tmp_p
         saves = ("--save", str(tmp_path / name), "--save-interval", "4")
         return tiny_llama_args(*ON_CPU, *TP2, "--focus", "2", *saves, iters=4)
 
-    env = {"SCRIPT": str(OWN)}
+    env = {"SCRIPT": str(EXAMPLE)}
     warm.succeed(2, arguments("before"), module="altered_pretrain:stripped", env=env, tmp=tmp_path / "b")
-    after = warm.succeed(2, arguments("after"), module=f"examples.{OWN.stem}", tmp=tmp_path / "a")
+    after = warm.succeed(2, arguments("after"), module=f"examples.{EXAMPLE.stem}", tmp=tmp_path / "a")
     assert "iteration        4/       4" in after.stdout
     assert "focused loss" in after.stdout
     trained = [weights_sha256(tmp_path / run / "iter_0000004") for run in ("before", "after")]

@@ -130,8 +130,8 @@ def test_killed_run_leaves_its_pip_the_lock_and_is_repaired(project: Path) -> No
     killed.kill()
     killed.wait()
     assert not stamp(project).exists()
-    left_by_the_kill = project / ".venv" / "half"
-    left_by_the_kill.touch()
+    remnant = project / ".venv" / "half"
+    remnant.touch()
 
     second = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
     assert "waiting for it" in second.stdout.readline()  # on the killed run's pip
@@ -140,7 +140,7 @@ def test_killed_run_leaves_its_pip_the_lock_and_is_repaired(project: Path) -> No
     assert second.returncode == 0
     assert "interrupted; building it anew" in output
     assert stamp(project).exists()
-    assert not left_by_the_kill.exists()
+    assert not remnant.exists()
 
 
 def test_an_environment_of_the_user_is_left_alone(project: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from launch import error_lines, run_ranks, tiny_llama_args
 
-from faults.table import ENDS, MOMENTS, Case, ends_process
+from faults.table import FATAL, MOMENTS, Case, ends_process
 from snip_megatron.runtime.run_data import read_events, read_metrics
 
 Layout = tuple[int, str]
@@ -145,9 +145,9 @@ class Job:
                 self.outcomes[index] = "stopped with a checkpoint"  # else for a case that needs a start or an end
         elif case.fault == "rank killed":
             self.outcomes[index] = "killed, and started again"
-        elif case.fault in ENDS and ends_process(case) and not traced and len(lines) == 1:
+        elif case.fault in FATAL and ends_process(case) and not traced and len(lines) == 1:
             self.outcomes[index] = f"ended in a line: {lines[0].split(': ', 1)[1]}"
-        elif case.fault in ENDS and traced and MOMENTS[case.moment].host:
+        elif case.fault in FATAL and traced and MOMENTS[case.moment].host:
             self.outcomes[index] = "ended by Megatron's own error"
         else:  # 124: ranks hung
             self.lost[index] = f"exit code {process.returncode}, {len(lines)} lines: {process.stderr[-500:]}"

@@ -164,7 +164,7 @@ FAULTS: dict[str, Callable[[Any, str], None]] = {
 ON_RANK_ZERO = ("solver killed", "disk full", "disk stalled")
 IN_SOLVER = ("exception", "out of memory", "NaN", "delay", "solver killed", "garbage")
 """Faults that hit the solver process while it solves, and not the rank that waits for it."""
-ENDS = ("exception", "out of memory", "rank killed", "SIGTERM")
+FATAL = ("exception", "out of memory", "rank killed", "SIGTERM")
 """Faults that may end a job."""
 
 
@@ -197,7 +197,7 @@ def all_cases() -> list[Case]:
 def ends_process(case: Case) -> bool:
     """Return whether a case ends its process, or needs a checkpoint near it."""
     always = case.fault in ("rank killed", "SIGTERM") or case.moment in ("start", "end", "checkpoint")
-    by_error = case.moment in ("forward and backward", "rise", "decision", "adoption") and case.fault in ENDS
+    by_error = case.moment in ("forward and backward", "rise", "decision", "adoption") and case.fault in FATAL
     return always or by_error
 
 

@@ -33,7 +33,7 @@ def answers() -> Iterator[None]:
 
 
 LONG = "a" * 5000
-OTHERS = (
+REPLACEMENTS = (
     None, True, -1, 2**63, -(2**64), 0.5, 1e-320, 1e308, float("nan"), float("inf"), "", "\0", "nan", "/etc/passwd",
     "\ud800", "١", [], {}, [[]], {"": {}}, [None] * 50, {"__class__": "os.system"},
 )  # fmt: skip
@@ -79,7 +79,7 @@ def damage_bytes(data: st.DataObject, content: bytes) -> bytes:
 
 def hostile(body: Any) -> Iterator[Any]:
     """Yield copies of ``body`` with a number beyond float64, a long text or key, nothing or another type at a place."""
-    replacements = itertools.cycle(OTHERS)
+    replacements = itertools.cycle(REPLACEMENTS)
     for *parents, last in [place for place in places(body) if place]:
         for change in ("number", "text", "key", "nothing", "other"):
             copied = copy.deepcopy(body)

@@ -32,7 +32,7 @@ _RUN: dict[str, Any] = {
     "sequence_parallel": True, "padded_vocab_size": 32000, "untie_embeddings_and_output_weights": True,
     "use_distributed_optimizer": True,
 }  # fmt: skip
-WANTED = {"enabled": True, "budget": "speedup=1.2", "formats": ("bf16", "fp8", "fp8_tensor")}
+FIELDS = {"enabled": True, "budget": "speedup=1.2", "formats": ("bf16", "fp8", "fp8_tensor")}
 
 
 def linears(args: argparse.Namespace) -> ModelLinears:

@@ -27,8 +27,8 @@ def write(folder: Path, iteration: int, *keys: str) -> None:
     (folder / TRACKER).write_text(str(iteration))
 
 
-def holds(load: Path, own_folder: Path | None = None, **fields: object) -> bool:
-    folder = None if own_folder is None else str(own_folder)
+def holds(load: Path, place: Path | None = None, **fields: object) -> bool:
+    folder = None if place is None else str(place)
     args = argparse.Namespace(load=str(load), ckpt_step=None, non_persistent_global_ckpt_dir=folder, **fields)
     return compat.checkpoint_has(args, "snip.state")
 
@@ -41,9 +41,9 @@ def test_the_tracker_names_it(tmp_path: Path) -> None:
     assert not holds(tmp_path)
 
 
-@pytest.mark.parametrize("own_folder", [None, "elsewhere"])
-def test_a_newer_non_persistent_one_is_loaded_instead(tmp_path: Path, own_folder: str | None) -> None:
-    load, folder = tmp_path / "saved", None if own_folder is None else tmp_path / own_folder
+@pytest.mark.parametrize("place", [None, "elsewhere"])
+def test_a_newer_non_persistent_one_is_loaded_instead(tmp_path: Path, place: str | None) -> None:
+    load, folder = tmp_path / "saved", None if place is None else tmp_path / place
     result = functools.partial(holds, load, folder, non_persistent_ckpt_type="global")
     assert not result()
     write(folder or load / "non_persistent", 8, "snip.state")
@@ -64,7 +64,7 @@ def test_states_of_a_model_under_torch_s_full_sharding(one_rank: Any, monkeypatc
     }
     states = distributed_optimizer.optimizer_states
 
-    def are_found() -> bool:
+    def finds_all() -> bool:
         return sorted(states.get_param_id_to_sharded_param_map(shards, model.parameters())) == [0, 1]
 
     stateful = distributed_optimizer.Float16OptimizerWithFloat16Params
@@ -76,6 +76,6 @@ def test_states_of_a_model_under_torch_s_full_sharding(one_rank: Any, monkeypatc
         monkeypatch.setattr(owner, name, getattr(owner, name))  # restores what the repair replaces
     with torch.no_grad():
         same_tensor = model.weight.to_local() is model.weight.to_local()
-    assert are_found() == same_tensor
+    assert finds_all() == same_tensor
     distributed_optimizer.install_for_torch_fsdp()
-    assert are_found()
+    assert finds_all()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from llama_arguments import WANTED, linears, run_arguments
+from llama_arguments import FIELDS, linears, run_arguments
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from refusal import refusal
 from torch import Tensor
@@ -97,7 +97,7 @@ def test_experts_share_a_rank_s_tokens() -> None:
         tokens, 1024, 1024, microbatches=4 * 4, matrices=4
     )
     args = run_arguments(**experts)
-    times = option_times(SnipConfig(**WANTED, timings="h200"), args, linears(args).covered)
+    times = option_times(SnipConfig(**FIELDS, timings="h200"), args, linears(args).covered)
     expert, model = shapes(**experts)["mlp.experts.linear_fc1"], load_cost_model("h200")
     for fmt in ("bf16", "fp8"):
         predicted = times.of("decoder.layers.3.mlp.experts.linear_fc1", Gemm.FPROP, fmt)
@@ -126,13 +126,13 @@ def test_recomputation_runs_forwards_twice() -> None:
 def test_times_of_a_table_and_of_flops() -> None:
     args = run_arguments()
     rows = linears(args).covered
-    assert option_times(SnipConfig(**WANTED), args, rows) is None  # a run that names no table measures its times
-    by_table = option_times(SnipConfig(**WANTED, timings="h200", pin=("*.0.*=fp4",)), args, rows)
+    assert option_times(SnipConfig(**FIELDS), args, rows) is None  # a run that names no table measures its times
+    by_table = option_times(SnipConfig(**FIELDS, timings="h200", pin=("*.0.*=fp4",)), args, rows)
     assert by_table.model == "NVIDIA H200"
     for fmt in ("bf16", "fp8", "fp8_tensor", "fp4"):
         expected = load_cost_model("h200").seconds(shapes()[FC1], Gemm.DGRAD, Format(fmt))
         assert by_table.of(f"decoder.layers.5.{FC1}", Gemm.DGRAD, fmt) == expected
-    by_flops = option_times(SnipConfig(**WANTED, timings="flops"), args, rows)
+    by_flops = option_times(SnipConfig(**FIELDS, timings="flops"), args, rows)
     bf16_seconds = by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "bf16")
     assert by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "fp8") == bf16_seconds / 2
     assert by_flops.of(f"decoder.layers.0.{FC2}", None, "bf16") == pytest.approx(3 * bf16_seconds)
@@ -144,7 +144,7 @@ def test_planned_steps_are_the_options_seconds_and_the_rest(timings: str, recomp
     """TP 2 with sequence parallelism, two stages, any map."""
     arguments = {} if recompute is None else {"recompute_granularity": "full", "recompute_method": "uniform"}
     args, formats = run_arguments(**arguments), ("bf16", "fp8", "fp8_tensor", "fp4")
-    config, rows = SnipConfig(**WANTED | {"formats": formats}, timings=timings), linears(args).covered
+    config, rows = SnipConfig(**FIELDS | {"formats": formats}, timings=timings), linears(args).covered
     times = option_times(config, args, rows)
     layout = replace(layout_of(args, rows, config), fused_swiglu=False)  # a run takes it for fixed
     step = StepModel(layout, load_cost_model(timings))
@@ -170,12 +170,12 @@ def test_planned_steps_are_the_options_seconds_and_the_rest(timings: str, recomp
 )
 def test_times_that_are_not_known_are_named(fields: dict[str, Any], words: str) -> None:
     args = run_arguments()
-    assert words in refusal(option_times, SnipConfig(**WANTED, **fields), args, linears(args).covered)
+    assert words in refusal(option_times, SnipConfig(**FIELDS, **fields), args, linears(args).covered)
 
 
 SMALL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4, "kv_channels": 32,
          "seq_length": 64, "micro_batch_size": 1, "global_batch_size": 4}  # fmt: skip
-CONFIG = SnipConfig(**WANTED, pin=("*.0.*=nvfp4_46",))
+CONFIG = SnipConfig(**FIELDS, pin=("*.0.*=nvfp4_46",))
 CPU = torch.device("cpu")
 
 
@@ -227,7 +227,7 @@ def test_other_gemms_and_those_of_another_card_or_backend_are_measured_anew(tmp_
     """The GEMMs have another format, another shard, or another number of tokens."""
     measured_times(tmp_path, FakeClock()).measure()
     for arguments in (
-        {"config": SnipConfig(**WANTED, pin=("*=mxfp8",))},
+        {"config": SnipConfig(**FIELDS, pin=("*=mxfp8",))},
         {"tensor_model_parallel_size": 1},
         {"micro_batch_size": 2},
     ):
@@ -276,10 +276,10 @@ def test_a_damaged_file_is_named_and_measured_again(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize("backend", [None, "reference", "emulated"])
 def test_emulation_is_not_timed(backend: str | None) -> None:
     with pytest.raises(SnipError, match=r"--snip-budget speedup=1.2 weighs .*, which saves none: give --snip-timings"):
-        check_measurable(SnipConfig(**WANTED), backend)
-    check_measurable(SnipConfig(**WANTED, timings="h200"), backend)
+        check_measurable(SnipConfig(**FIELDS), backend)
+    check_measurable(SnipConfig(**FIELDS, timings="h200"), backend)
     check_measurable(SnipConfig(enabled=True), backend)
-    check_measurable(SnipConfig(**WANTED), "hopper")
+    check_measurable(SnipConfig(**FIELDS), "hopper")
 
 
 BATCH, STEPS = 8, 50

@@ -33,7 +33,7 @@ SCATTERS = {"use_distributed_optimizer": True, "data_parallel_size": 2}
 LOW = {"accumulate_allreduce_grads_in_fp32": False}
 TP, PP, CP = ({f"{kind}_size": 2} for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel"))
 FP8 = {"gradient_reduction": "fp8"}
-OVERLAPPED, OWN_GEMMS = {"tp_comm_overlap": True}, {"gemm": "transformer_engine"}
+OVERLAPPED, TE_GEMMS = {"tp_comm_overlap": True}, {"gemm": "transformer_engine"}
 NOISE = {"estimator": "noise"}
 FISHER, RULE, FIRST = {"estimator": "fisher"}, {"policy": "backward-first"}, {"first_update": 0}
 
@@ -86,7 +86,7 @@ OF_FP8 = "--snip-gradient-reduction fp8"
         (FULLY_SHARDED | {"data_parallel_sharding_strategy": "optim"}, {},
          f"{FSDP}--data-parallel-sharding-strategy optim under --snip; use", "use --use-distributed-optimizer alone"),
         (FULLY_SHARDED | PP, {}, f"{FSDP}--pipeline-model-parallel-size 2 under --snip; use 1", ""),
-        (FULLY_SHARDED, OWN_GEMMS, f"{FSDP}--snip-gemm transformer_engine under --snip; use --snip-gemm hopper", ""),
+        (FULLY_SHARDED, TE_GEMMS, f"{FSDP}--snip-gemm transformer_engine under --snip; use --snip-gemm hopper", ""),
         ({"use_torch_fsdp2": True, "ckpt_format": "torch_dcp"}, {},
          "--use-torch-fsdp2 cannot be combined with --ckpt-format torch_dcp under --snip; use torch", ""),
         (EXPERTS | GRAPHS["full_iteration"], {}, WHOLE, "--num-experts 4 under --snip: the host counts"),
@@ -102,7 +102,7 @@ OF_FP8 = "--snip-gradient-reduction fp8"
          "--context-parallel-size 2 cannot be combined with --transformer-impl local: ", ""),
         ({"defer_embedding_wgrad_compute": True, "transformer_impl": "local"}, {},
          "--defer-embedding-wgrad-compute cannot be combined with --transformer-impl local: ", ""),
-        (OVERLAPPED | CONTEXT, OWN_GEMMS, "--tp-comm-overlap cannot be combined with", ""),
+        (OVERLAPPED | CONTEXT, TE_GEMMS, "--tp-comm-overlap cannot be combined with", ""),
         (SCATTERS | {"use_distributed_optimizer": False}, FP8,
          f"{OF_FP8}: only the distributed optimizer scatters gradients; add", ""),
         (SCATTERS | TP, FP8, f"{OF_FP8} with --tensor-model-parallel-size 2: add --sequence-parallel;", ""),
