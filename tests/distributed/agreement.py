@@ -92,7 +92,7 @@ def worst_differences(
 
 
 def agree(worst: dict[str, Any]) -> bool:
-    """Whether differences of :func:`worst_differences` are those of another order of additions alone."""
+    """Return whether another order of additions explains the differences of :func:`worst_differences`."""
     within = worst["value"] <= STATISTICS_LIMIT and worst["close"] <= 1.0 and worst["flips"] <= 1.0
     return bool(within and worst["touched"] <= TOUCHED_SHARE and worst["same_rows"])
 

@@ -46,5 +46,5 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As bytes, so that NaN equals itself and −0 is not 0."""
+    """Return the tensor as bytes, so that NaN equals itself and −0 is not 0."""
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -82,7 +82,7 @@ def group_name(group: Any) -> str:
 
 
 def planned(args: Any, registry: Any, config: Any, precision_map: Any) -> Any:
-    """What ``snip plan`` says of this training."""
+    """Return what ``snip plan`` says of this training."""
     from snip_megatron.megatron.times import layout_of
     from snip_megatron.planner.updates import update_scale
 

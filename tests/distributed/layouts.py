@@ -187,7 +187,7 @@ FAST = (
 
 @dataclass(frozen=True)
 class Trained:
-    """What one run left behind."""
+    """The statistics, the map, the adoptions and the figures of one run."""
 
     table: StatisticsTable
     precision_map: PrecisionMap

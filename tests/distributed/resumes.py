@@ -239,7 +239,7 @@ _FIELDS = ("step", "event", "version", "action", "alarm_step", "loss", "limit", 
 
 
 def excess(run: Path, adopted: int, choices: Mapping[str, Any]) -> float:
-    """What ``choices`` cost more than the map that ``run`` adopted before ``adopted``, by the scores of its update."""
+    """Return the relative cost of ``choices`` over the map of step ``adopted``, by the scores of that update."""
     step = max(e["step"] for e in read_events(run) if e["event"] == "submit" and e["step"] <= adopted)
     problem = Problem.from_json((run / "problems" / f"step_{step}.json").read_bytes(), where="problem")
     costs = []
@@ -267,7 +267,7 @@ def _later_decisions(run: Path, whole: Path, point: int, besides: tuple[str, ...
 
 
 def state_at(run: Path, point: int) -> str:
-    """What the checkpoint after ``point`` steps holds, in words."""
+    """Return what the checkpoint after ``point`` steps holds, in words."""
     pending, in_force = False, False
     for event in read_events(run):
         if event["step"] < point:

@@ -34,7 +34,7 @@ FAST = ("pp2-virtual-by-position", "mixture-by-name", "mixture-torch")
 def test_snip_switched_on_and_off_again_is_an_uninterrupted_plain_run(
     warm: WarmRanks, tmp_path: Path, name: str
 ) -> None:
-    """Without SNIP to step 3, with it but all linears in bf16 to 6, and without it to 9.
+    """Steps up to 3 run without SNIP, those up to 6 under an all-bf16 map, and those up to 9 without SNIP.
 
     Every bit of the last checkpoint is that of the run without SNIP: weights, main values, moments, random states.
     """

@@ -14,7 +14,7 @@ Results = dict[str, Tensors]
 
 @pytest.fixture(scope="module")
 def folder(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the two ranks wrote."""
+    """Return the folder of what the two ranks wrote."""
     folder = tmp_path_factory.mktemp("linears")
     warm.succeed(2, [], module="parallel_linears", tmp=folder, env={"OUT": str(folder)})
     return folder
@@ -27,7 +27,7 @@ def results(folder: Path) -> tuple[list[Results], Results]:
 
 
 def expected_share(case: Case, whole: Tensors, rank: int) -> Tensors:
-    """What a rank must hold of the whole linear's Y, ∂L/∂X and ∇W."""
+    """Return a rank's part of the whole linear's Y, ∂L/∂X and ∇W."""
     y, d, gw = whole
     if case.row:
         return shard(y, 0, rank, 2) if case.sequence_parallel else y, shard(d, -1, rank, 2), shard(gw, 1, rank, 2)

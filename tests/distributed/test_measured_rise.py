@@ -24,7 +24,7 @@ EXPERTS = shlex.split(
 
 
 def test_the_rise_is_the_difference_of_two_trainings_at_the_adoption(warm: WarmRanks, tmp_path: Path) -> None:
-    """At that step both have the same weights and tokens: one trains under the map from then on, the other in bf16."""
+    """At that step both have the same weights and tokens. Then one trains under the map, the other in bf16."""
 
     def losses(run: Path, *snip: str) -> dict[int, float]:
         more = ("--snip-probe-microbatches", "2", "--snip-dir", str(run))

@@ -37,7 +37,7 @@ def train(
 
 
 def assert_maps_hold(run: Path, stages: int) -> None:
-    """At least two optimal maps, each at its budget overall and on every stage, and counted from the formats."""
+    """Assert at least two optimal maps, whose formats meet the budget overall and on every stage."""
     adopted = events(run, "adopt")
     assert len(adopted) >= 2
     table = StatisticsTable.load(sorted((run / "stats").glob("*.npz"))[0])

@@ -18,7 +18,7 @@ SHORT = shlex.split(
 
 
 def is_ours() -> bool:
-    """Whether scripts/bootstrap.sh of this checkout made this environment. It refuses one of another checkout."""
+    """Return whether scripts/bootstrap.sh of this checkout made this environment. It refuses another checkout's."""
     return STAMP.exists() and json.loads(STAMP.read_text()).get("root") == str(ROOT)
 
 

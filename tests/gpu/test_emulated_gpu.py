@@ -52,7 +52,7 @@ def hard_matrix(seed: int, rows: int = 256, cols: int = 512) -> Tensor:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_bits_of_hard_matrices(fmt: Format) -> None:
-    """With the amax of the finite tiles, and with given ones that make many scales."""
+    """The amax is that of the finite tiles, or one that is passed and makes many scales."""
     from snip_megatron.numerics.quantize.kernels.exact import quantize_exact
 
     for seed in range(0, 128, 4):

@@ -257,7 +257,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def lacking(family: str) -> str | None:
-    """What this machine lacks to train the family."""
+    """Return what this machine lacks to train the family."""
     if family in ON_TWO and torch.cuda.device_count() < 2:
         return "two GPUs"
     if family == "grouped_weights" and not multiplies_grouped_tensors():

@@ -104,7 +104,7 @@ class Trainings:
         return self.begin(kind, graphs, "--save", "{run}/checkpoint", "--save-interval", str(SAVED))
 
     def resumed(self, kind: str, graphs: str | None) -> Future[dict[str, Any]]:
-        """What :meth:`saving` began, gone on with from its first checkpoint."""
+        """The training that :meth:`saving` began, resumed from its first checkpoint."""
         key = (kind, str(graphs), "resumed")
         if key not in self._runs:
             saved, number = self.saving(kind, graphs), len(self._runs)

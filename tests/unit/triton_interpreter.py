@@ -7,7 +7,7 @@ import torch
 
 
 def choose_interpreter() -> None:
-    """What the process begins with."""
+    """Choose Triton's interpreter at the start of the process."""
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
     np.seterr(all="ignore")  # NaN and Inf are part of the tests

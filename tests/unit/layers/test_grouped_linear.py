@@ -181,7 +181,7 @@ def mlp(x: Tensor, weights: Sequence[Tensor], probs: Tensor, splits: Sequence[in
 )
 @pytest.mark.parametrize("backwards", [False, True])
 def test_swiglu_times_probabilities_between_two_linears(of_fc1: Formats, of_fc2: Formats, backwards: bool) -> None:
-    """Against float64, with rows that no expert pads and empty experts: the result, and the gradients of X, of the
+    """They agree with float64 for unpadded rows and empty experts: the result, and the gradients of X, of the
     probabilities and of weights.
     """
     splits, hidden, width = (130, 0, 7), 128, 256

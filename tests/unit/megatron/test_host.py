@@ -65,7 +65,7 @@ def loss_of(model: GPTModel, microbatch: int) -> torch.Tensor:
 
 
 def truth(model: GPTModel, microbatch: int, change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Truth:
-    """By hooks of torch on the sub-blocks' inputs: attention's residual is the layer's input, the MLP's what its norm
+    """Record inputs of sub-blocks by hooks of torch. Attention's residual is the layer's input, the MLP's what its norm
     reads, and the last boundary what the final norm reads."""
     record = Truth()
 

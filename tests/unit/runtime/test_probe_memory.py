@@ -95,7 +95,7 @@ def test_holes_hold_what_a_training_pass_had_in_them_and_nothing_else() -> None:
 
 
 def test_only_segments_and_pages_that_nothing_uses_are_whole() -> None:
-    """As torch's allocator describes them: a cached segment, one in use, one of a graph, one that expands."""
+    """torch's allocator describes a cached segment, one in use, one of a graph, and one that expands."""
     gib, mib = 2**30, 2**20
     blocks = [{"size": size * mib, "state": state} for size, state in ((50, "inactive"), (30, "active_allocated"))]
     plain = {"segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": False, "blocks": []}

@@ -62,7 +62,7 @@ def test_the_worker_is_no_rank(start: Start, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_failures_are_told_apart(start: Start) -> None:
-    """What a job prints does not reach the answers either."""
+    """The output of a job does not reach the answers either."""
     client = start()
     for policy, kind, message in (
         ("print", None, ""),

@@ -191,7 +191,7 @@ def total_loss(choices: Choices) -> float:
 
 
 def feasible(problem: Problem, choices: Choices) -> bool:
-    """Whether the choices meet the budget up to 1e-9, keep what must be kept and agree with pins."""
+    """Return whether the choices meet the budget up to 1e-9, agree with pins, and change only where they may."""
     budget, spent = problem.budget, problem.spent or Spent(0, 1.0)
     for k, item in enumerate(problem.items):
         formats = [phase[k].format for phase in choices]
@@ -239,7 +239,7 @@ def value_of(problem: Problem, choices: Choices) -> float:
 
 
 def check(problem: Problem, solution: Solution, best: float | None = None) -> None:
-    """What holds for every solution with choices: it is feasible, and its figures, bound and gap are true."""
+    """Assert that a solution with choices is feasible, and that its figures, bound and gap are true."""
     choices = chosen(problem, solution)
     assert feasible(problem, choices)
     assert solution.loss == pytest.approx(total_loss(choices), rel=1e-12)

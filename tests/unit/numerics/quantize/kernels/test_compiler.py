@@ -65,7 +65,7 @@ print(json.dumps([*counts, cubins(), len(again.kernels)]))
 
 
 def test_processes_compile_what_launches_read_and_a_second_call_starts_none(tmp_path: Path) -> None:
-    """In a process of its own: torch's compiler takes another assembler before, and moves the cache afterwards."""
+    """It needs its own process, since torch's compiler sets another assembler before, and moves the cache after."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
     process = subprocess.run(
         [sys.executable, "-c", TRITON], capture_output=True, text=True, check=False, timeout=500,

@@ -70,7 +70,7 @@ def close_errors(rows: int, cols: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_four_over_six_of_close_errors(quantizers: Quantizers, dtype: torch.dtype) -> None:
-    """Where sums of FP32 numbers do not decide, integers do. Scales saturate if the amax is that of other numbers."""
+    """Integers decide where sums of FP32 numbers do not. Scales saturate if the amax is that of other numbers."""
     x = close_errors(48, 96).to(dtype)
     check(quantizers, x, "nvfp4_46", "nvfp4_46")
     for amax in (1e-30, 1e4):
@@ -149,7 +149,7 @@ def test_transformed_sides_of_what_is_not_finite(quantizers: Quantizers) -> None
 
 @pytest.mark.parametrize(("tiles", "dtype", "add"), [((1, 128), torch.float32, True), ((1, 1), torch.bfloat16, False)])
 def test_the_tiled_product(quantizers: Quantizers, add: bool, tiles: tuple[int, int], dtype: torch.dtype) -> None:
-    """Against float64, with strides of either orientation, tails everywhere and an output that is added to."""
+    """It is that of float64, with strides of either orientation, tails everywhere and an output that is added to."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(300, 140, generator=generator).bfloat16().t()  # [140, 300]: a transposed gradient
     b = torch.randn(150, 300, generator=generator).bfloat16()
@@ -172,7 +172,7 @@ def rows_of(splits: tuple[int, ...], *, backwards: bool = False) -> GroupRows:
 
 @pytest.mark.parametrize(("splits", "k"), [((128, 0, 256), 128), ((3, 0, 65, 130), 128), ((1100, 0, 1020), 256)])
 def test_wgrads_of_experts_are_added(quantizers: Quantizers, splits: tuple[int, ...], k: int) -> None:
-    """With few rows an expert, and with many; an expert without rows keeps its gradient."""
+    """Experts have few rows or many. An expert without rows keeps its gradient."""
     rows, out = rows_of(splits), torch.randn(len(splits), 128, k)
     g, x = (torch.randn(sum(splits), width).bfloat16() for width in (128, k))
     expected = out.clone()

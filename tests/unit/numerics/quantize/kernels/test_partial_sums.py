@@ -31,7 +31,7 @@ def test_bits_are_the_references(quantizers: Quantizers, shape: tuple[int, int, 
 
 
 def test_rows_of_a_wider_matrix(quantizers: Quantizers) -> None:
-    """What a rank keeps may be a part of a matrix."""
+    """The part of a rank may be some columns of a matrix."""
     x = torch.randn(4, 384, generator=torch.Generator().manual_seed(3)).bfloat16()
     elements, scales = (t.unsqueeze(0).repeat(2, 1, 1) for t in partial_sums.pack_partial(x[2:, :128]))
     columns = x[:2, 128:256]
