@@ -20,14 +20,13 @@ from snip_megatron.megatron.startup import say
 from snip_megatron.precision import ALL_BF16, Format
 
 
-def _experts_of(layer: torch.nn.Module) -> Any:
-    """Return the experts of a layer if they are of the class that may run in a graph, else None."""
-    experts = getattr(getattr(layer, "mlp", None), "experts", None)
-    return experts if hasattr(experts, "snip_why_eager") else None
+def _may_hold_experts(module: torch.nn.Module) -> bool:
+    """Return whether a module is a layer with experts of the class that may run in a graph."""
+    return hasattr(getattr(getattr(module, "mlp", None), "experts", None), "snip_why_eager")
 
 
-def _linears_of(experts: Any) -> tuple[Any, Any]:
-    return experts.linear_fc1, experts.linear_fc2
+def _expert_linears(layer: Any) -> tuple[Any, Any]:
+    return layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2
 
 
 def _why_eager(layer: Any) -> str | None:
@@ -37,7 +36,8 @@ def _why_eager(layer: Any) -> str | None:
         reason = "--recompute-modules moe"
     if reason is None and config.moe_shared_expert_overlap:
         reason = "--moe-shared-expert-overlap"
-    return reason or _experts_of(layer).snip_why_eager()
+    why_eager: str | None = reason or layer.mlp.experts.snip_why_eager()
+    return why_eager
 
 
 class GraphedRun:
@@ -45,10 +45,9 @@ class GraphedRun:
 
     def __init__(self, args: argparse.Namespace) -> None:
         implementation = compat.graph_implementation(args)
-        self._args = args
-        experts, self._graphs = getattr(args, "snip_graphed_experts", False), None
+        self._args, self._graphs = args, None
         if implementation is not None:
-            self._graphs = compat.IMPLEMENTATIONS[implementation](self._accumulating, experts=experts)
+            self._graphs = compat.IMPLEMENTATIONS[implementation](self._accumulating)
         self._layers: list[Any] = []  # those with experts that graphs may hold
         self._experts: dict[LinearHandle, GraphedState] = {}  # first expert of their linears → what a graph reads
         self._whole: list[bool] = []  # which of these layers the latest graphs hold with their experts
@@ -72,10 +71,10 @@ class GraphedRun:
             return
         self._formats = {linear: linear.formats for linear in registry}
         self._graphed = [linear for linear in registry if linear.expert is None]
-        if self._graphs.may_hold_experts:
-            self._layers = [m for chunk in model for m in chunk.modules() if _experts_of(m) is not None]
+        if getattr(self._args, "snip_graphed_experts", False):
+            self._layers = [m for chunk in model for m in chunk.modules() if _may_hold_experts(m)]
             self._whole = [False] * len(self._layers)
-        firsts = [linear.snip for layer in self._layers for linear in _linears_of(_experts_of(layer))]
+        firsts = [linear.snip for layer in self._layers for linear in _expert_linears(layer)]
         linears = [*self._graphed, *firsts]  # one state serves all experts
         chunk_of = {id(parameter): i for i, chunk in enumerate(model) for parameter in chunk.parameters()}
         chunks = [chunk_of[id(linear.weight)] for linear in linears]
@@ -118,7 +117,7 @@ class GraphedRun:
         before, self._whole = self._whole, [reason is None for reason in reasons]
         self._graphs.hold(self._layers, self._whole)
         for layer, is_whole in zip(self._layers, self._whole, strict=True):
-            for linear in _linears_of(_experts_of(layer)):
+            for linear in _expert_linears(layer):
                 linear.snip.state.graphed = self._experts[linear.snip] if is_whole else None
         why = next((f": {reason}" for reason in reasons if reason is not None), "")
         line = f"CUDA graphs hold the experts of {sum(self._whole)} of {len(self._layers)} layers{why}"

@@ -119,13 +119,12 @@ class Graphs:
     """Base class of the graphs of one implementation in this process.
 
     ``accumulating`` returns the weights whose captured backward adds to ``main_grad`` itself, and returns a dummy
-    gradient to autograd. ``experts`` says whether graphs may hold routed experts, see :meth:`hold`.
+    gradient to autograd.
     """
 
-    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]], *, experts: bool = False) -> None:
+    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]]) -> None:
         self.seconds = 0.0  # of the captures since the last call of :meth:`take_seconds`
         self._accumulating = accumulating
-        self.may_hold_experts = experts
         self._again = False  # whether the next capture replaces graphs
         self._undo = contextlib.ExitStack()
 
@@ -180,8 +179,8 @@ class LocalGraphs(Graphs):
     memory pool and pass buffers to each other, so that all of them must be captured anew together.
     """
 
-    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]], *, experts: bool = False) -> None:
-        super().__init__(accumulating, experts=experts)
+    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]]) -> None:
+        super().__init__(accumulating)
         self._metadata: list[weakref.ref[Any]] = []  # which a recording attaches to tensors
         self._pool_uses = 0
         create, apply = _RECORD._create_cudagraphs, core._apply_cudagraph_buffer_metadata
@@ -298,8 +297,8 @@ class TransformerEngineGraphs(Graphs):
     of Megatron's configuration, which says so to all that reads it in the layer.
     """
 
-    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]], *, experts: bool = False) -> None:
-        super().__init__(accumulating, experts=experts)
+    def __init__(self, accumulating: Callable[[], list[torch.nn.Parameter]]) -> None:
+        super().__init__(accumulating)
         self._helper: Any = None
         self._contained: set[int] = set()  # modules in graphs
         self._whole: dict[int, Any] = {}  # layer that is held with its experts → the configuration that all others have
@@ -313,8 +312,7 @@ class TransformerEngineGraphs(Graphs):
         self._replace(
             core.TECudaGraphHelper, __init__=remembered, create_cudagraphs=lambda helper: self._create(helper, create)
         )
-        if experts:
-            self._replace(TransformerLayer, _te_cuda_graph_replay=self._reporting())
+        self._replace(TransformerLayer, _te_cuda_graph_replay=self._reporting())
 
     def _find_contained(self) -> None:
         layers = [] if self._helper is None else self._helper.flattened_callables
