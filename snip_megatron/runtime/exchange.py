@@ -102,9 +102,8 @@ class MapChannel:
 
 
 # -- figures of a step ---------------------------------------------------------------------------------------------
-# Places in the summed tensor, and their number.
-_LOSS, _RANKS, _BROKEN, _STEP_S, _SPEEDUP, _SAVED_H, _SUM = range(7)
 _ACCOUNT = ("step_s", "speedup", "saved_h")
+_LOSS, _RANKS, _BROKEN, _STEP_S = range(4)  # places in the summed tensor. The last one begins :data:`_ACCOUNT`
 
 News = Callable[[], Mapping[str, float] | None]
 """Returns rank 0's figures about the speed of the run, or None if there are no new ones."""
@@ -147,7 +146,7 @@ class StepReport:
         ``loss`` is a scalar, None on ranks that have none. ``grad_norm`` is equal on all ranks.
         """
         arrived = self.drain()
-        values = torch.zeros(_SUM, dtype=torch.float64, device=self.device)
+        values = torch.zeros(_STEP_S + len(_ACCOUNT), dtype=torch.float64, device=self.device)
         if grad_norm is not None and not math.isfinite(grad_norm):
             values[_BROKEN] = 1.0
         if loss is not None:
@@ -157,7 +156,7 @@ class StepReport:
         news = None if self.news is None else self.news()
         if news is not None:
             figures = [news.get(name, math.nan) for name in _ACCOUNT]
-            values[_STEP_S:_SUM] = torch.tensor(figures, dtype=torch.float64)
+            values[_STEP_S:] = torch.tensor(figures, dtype=torch.float64)
         work = dist.all_reduce(values, async_op=True) if dist.is_initialized() else None
         self._flight = (step, grad_norm, values, *self._landing(values, work))
         return arrived
@@ -190,7 +189,7 @@ class StepReport:
         (step, norm, _, host, wait), self._flight = self._flight, None
         wait()
         sums = host.tolist()
-        account = zip(_ACCOUNT, sums[_STEP_S:_SUM], strict=True) if sums[_STEP_S] > 0 else ()  # a step takes some time
+        account = zip(_ACCOUNT, sums[_STEP_S:], strict=True) if sums[_STEP_S] > 0 else ()  # a step takes some time
         loss = sums[_LOSS] / sums[_RANKS] if sums[_RANKS] > 0 and math.isfinite(sums[_LOSS]) else None
         return StepFigures(
             step,

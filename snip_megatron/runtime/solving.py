@@ -288,9 +288,7 @@ class SidecarClient:
         return None if process is None else process.pid
 
     def submit(self, job: SolveJob) -> None:
-        """Queue a job. :meth:`poll` returns its outcome. Raises RuntimeError after :meth:`close`."""
-        if self._closed.is_set():
-            raise RuntimeError("SidecarClient.submit after close")
+        """Queue a job. :meth:`poll` returns its outcome."""
         self._jobs.put((job.request.version, pickle.dumps(job, protocol=5), time.monotonic()))
 
     def poll(self) -> SidecarResult | None:
