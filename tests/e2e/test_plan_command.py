@@ -13,7 +13,7 @@ from snip_megatron.planner.plan import PLAN_SCHEMA
 SEVENTY = ("--model", "llama-70b", "--tp", 8, "--pp", 8)
 
 
-def test_70b(tmp_path: Path) -> None:
+def test_a_plan_of_70b(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     process = snip_alone("plan", *SEVENTY, "--sequence-parallel", "--budget", "fp4=0.75", "--json", out)
     assert process.returncode == 0, process.stderr

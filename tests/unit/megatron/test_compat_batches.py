@@ -98,7 +98,7 @@ def test_external_loaders_keep_their_methods() -> None:
     assert not hasattr(data.iterable, "other")
 
 
-def test_a_broken_loss_outside_of_training_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_loss_outside_of_training_does_not_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     machine = get_rerun_state_machine()
     result = {"result": torch.tensor(float("nan")), "rejection_func": torch.isnan, "message": "NaN", "tolerance": 0.0}

@@ -62,7 +62,7 @@ def test_option_ids_round_trip(key: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "decoder.layers.00.mlp.fc1", "decoder.layers.0.fc1\n", "decoder.layers.0.a..b"])
-def test_other_names_are_refused(name: str) -> None:
+def test_what_names_no_linear_is_refused(name: str) -> None:
     with pytest.raises(SnipError, match="not the name of a decoder linear"):
         LinearId.parse(name)
 

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_no_figure_but_a_sign(number: float) -> None:
+def test_a_figure_that_is_not_finite_travels_as_a_flag(number: float) -> None:
     report = StepReport(torch.device("cpu"))
     loss = torch.tensor(number)
     assert report.exchange(0, loss, 1.0) is None

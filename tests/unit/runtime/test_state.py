@@ -16,7 +16,7 @@ FULL = ControllerState(
 )
 
 
-def test_every_part_is_the_same_afterwards() -> None:
+def test_a_state_survives_json() -> None:
     assert ControllerState.from_bytes(FULL.to_bytes()) == FULL
 
 

@@ -51,7 +51,7 @@ def stored(run: Path, step: int | None = None) -> StoredUpdate:
     return result
 
 
-def test_a_run_is_its_latest_update_and_a_file_its_own(share: Path) -> None:
+def test_a_run_stands_for_its_latest_update_and_a_file_for_its_own(share: Path) -> None:
     assert stored(share) == StoredUpdate(share, 30)
     assert stored(share, 10) == StoredUpdate(share, 10)
     assert find_stored(share / "stats" / "step_10.npz", None) == StoredUpdate(share, 10)
@@ -60,7 +60,7 @@ def test_a_run_is_its_latest_update_and_a_file_its_own(share: Path) -> None:
     assert not is_statistics(share / "problems" / "step_10.json")
 
 
-def test_nothing_changed_is_the_stored_problem(share: Path, timed: Path) -> None:
+def test_without_changes_the_problem_is_the_stored_one(share: Path, timed: Path) -> None:
     for run in (share, timed):
         for step in STEPS:
             assert rebuild(stored(run, step), {}, None) == stored(run, step).problem()

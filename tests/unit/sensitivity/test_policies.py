@@ -207,7 +207,7 @@ def test_a_share_that_no_plan_reaches_is_refused_with_what_is_reachable() -> Non
 
 
 @given(st.sampled_from(LATE), st.floats(0.0, 1.0), st.integers(2, 5000), st.data())
-def test_what_is_left_of_a_plan_is_the_plan_again(policy: str, target: float, steps: int, data: st.DataObject) -> None:
+def test_the_remainder_of_a_plan_is_the_plan_again(policy: str, target: float, steps: int, data: st.DataObject) -> None:
     """A plan that begins within another plan, with what that one has spent, has the same phases from there on."""
     request = SolveRequest(policy=policy, budget=Budget("fp4", target))
     whole = late_plan(request, FLOPS, 0, steps)
