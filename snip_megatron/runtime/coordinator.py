@@ -32,11 +32,7 @@ _SILENCE_S = 2.0  # seconds of waiting after which rank 0 says so
 
 @dataclass(eq=False)
 class RankZeroCoordinator:
-    """Rank 0's side of updates: it submits them to the solver, and writes the run directory.
-
-    Attributes:
-        replay: The maps of ``--snip-replay`` by the step at which they were adopted.
-    """
+    """Rank 0's side of updates: it submits them to the solver, and writes the run directory."""
 
     config: SnipConfig
     request: SolveRequest  # the solve request of all updates, without its version
@@ -64,7 +60,8 @@ class RankZeroCoordinator:
         self._adopted_at: int | None = None
         self._figures: dict[int, dict[str, Any]] = defaultdict(dict)  # further metrics of steps not recorded yet
         self._news: dict[str, float] | None = None
-        # All maps are read now, because a file that is missing later would end the training.
+        # The maps of ``--snip-replay`` by the step of their adoption. They are read now, because a file that is missing
+        # later would end the training.
         replay = self.config.replay
         self.replay: Mapping[int, PrecisionMap] = {} if replay is None else replayed_maps(replay)
         self._decisions: dict[int, tuple[Candidate, ...]] = {}
