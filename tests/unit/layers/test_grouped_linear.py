@@ -8,7 +8,6 @@ import pytest
 import torch
 from handles import Recorder, handle_of
 from linears import reference
-from test_weights import Counting
 from torch import Tensor
 
 from benchmarks.quality.oracle import ComparedFprop, NudgedGemm
@@ -23,6 +22,7 @@ from snip_megatron.numerics.products.host_recipe import HostRecipe, RecipeGemms
 from snip_megatron.numerics.quantize import derive_seed, swiglu
 from snip_megatron.precision import Format, Formats, Gemm
 from snip_megatron.precision.errors import SnipError
+from tests.unit.layers.test_weights import Counting
 from tests.unit.numerics.products import emulated_grouped
 from tests.unit.numerics.products.products import BACKENDS, hopper
 
