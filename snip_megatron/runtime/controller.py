@@ -181,6 +181,7 @@ class Controller:
     def _start(self, step: int) -> None:
         """Prepare the first step of this process: the initial map, the steps of a replay, a restored update."""
         self._started, self._next_step = True, step
+        kernels, self.kernels = self.kernels, None  # they are listed for the map in force, after its adoption
         if self.config.replay is not None:
             steps = sorted(self.coordinator.replay) if self.coordinator else []
             self._replay_steps = [s for s in self._channel.agree(steps) if s > step]
@@ -198,9 +199,9 @@ class Controller:
         pending = self.state.pending
         if pending is not None and self.coordinator is not None:
             self._submit(pending)
-        started = time.perf_counter()
-        if self.kernels is not None and self.kernels.begin():
-            self._use_kernels(step, self.kernels, started)
+        started, self.kernels = time.perf_counter(), kernels
+        if kernels is not None and kernels.begin():
+            self._use_kernels(step, kernels, started)
 
     def _has_kernels(self, step: int) -> bool:
         """Return whether all ranks have their kernels. ``--snip-wait`` waits for them as for maps. Collective."""
@@ -368,7 +369,7 @@ class Controller:
         """Put the map ``new`` in force from ``step`` on. ``measured`` are the fields of its measured rise."""
         assert new is not None  # it is None only until ranks have agreed on rank 0's map
         started = time.perf_counter() if started is None else started
-        if self.kernels is not None:  # of a replay, a later phase, or a start
+        if self.kernels is not None:  # of a replay, or a later phase
             self.kernels.finish()
             self._use_kernels(step, self.kernels, started)
             started = time.perf_counter()

@@ -38,6 +38,14 @@ def test_the_first_update_waits_for_kernels_by_whole_lags_across_a_resume() -> N
     assert resumed.script.of("adopt") == [8]
 
 
+def test_kernels_are_listed_for_the_map_of_the_checkpoint() -> None:
+    """Its adoption comes before they are, and does not count as a wait for them."""
+    kernels = SlowKernels(4)
+    run = Run(Script(), ControllerState(precision_map=a_map(Format.FP8, 1)), kernels=kernels)
+    run.steps(0, 3)
+    assert (run.script.of("adopt"), run.script.of("postpone"), kernels.waited) == ([0], [2], 0)
+
+
 def test_a_run_that_waits_for_maps_waits_for_kernels() -> None:
     run = Run(Script({1: [ready(1)]}), kernels=SlowKernels(100), wait=60.0)
     run.steps(0, 5)
