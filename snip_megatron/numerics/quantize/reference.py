@@ -134,8 +134,8 @@ def quantize(
     amax = _amax(tiled)
     if spec.scaling is Scaling.FP32_TENSOR and tensor_amax is not None:
         amax = tensor_amax.to(torch.float32).view(1, 1, 1, 1)
-    divisor, scale, factors = _scales(amax, spec, tensor_amax, tiled)
-    values = round_to_element(tiled / divisor, spec.element, draws)
+    scale, factors = _scales(amax, spec, tensor_amax, tiled)
+    values = round_to_element(tiled / _divisor(scale), spec.element, draws)
     if factors is not None:  # the amax of a tile of negative zeros may be a negative zero
         factors = factors[0][:, 0, :, 0].abs(), factors[1]
     return Quantized(_cropped(_untiled(values), *x.shape), scale[:, 0, :, 0], tile, factors)
@@ -170,19 +170,14 @@ def _amax(tiled: Tensor) -> Tensor:
     return high.abs() if high is tiled else torch.maximum(high, low.neg())
 
 
-def _scales(
-    amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor
-) -> tuple[Tensor, Tensor, Factors | None]:
-    """Return the divisor of x, the scale of the values (equal unless that is zero), and the factors of the scale."""
+def _scales(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor) -> tuple[Tensor, Factors | None]:
+    """Return the scales of tiles and their factors. Only those of nvfp4 may be zero."""
     if spec.scaling is Scaling.E8M0:
-        scale = _e8m0_scale(amax, spec.element.max_exponent)
-        return scale, scale, None
+        return _e8m0_scale(amax, spec.element.max_exponent), None
     if spec.scaling is Scaling.E4M3_FP32:
         factors = _nvfp4_factors(amax, spec, tensor_amax, tiled)
-        scale = factors[0] * factors[1]
-        return _nvfp4_divisor(scale), scale, factors
-    scale = torch.where(amax.isinf(), torch.nan, _nonzero(_divided(amax, spec.element.maximum)))
-    return scale, scale, None
+        return factors[0] * factors[1], factors
+    return torch.where(amax.isinf(), torch.nan, _nonzero(_divided(amax, spec.element.maximum))), None
 
 
 def _divided(x: Tensor, number: float) -> Tensor:
@@ -203,7 +198,7 @@ def _e8m0_scale(amax: Tensor, max_exponent: int) -> Tensor:
     return torch.where(torch.isfinite(amax), scale, torch.nan)
 
 
-def _nvfp4_divisor(scale: Tensor) -> Tensor:
+def _divisor(scale: Tensor) -> Tensor:
     """Return the divisors of tiles. A tile whose scale rounds to zero becomes zero, as on the hardware."""
     return torch.where(scale == 0, torch.inf, scale)
 
@@ -238,7 +233,7 @@ def _squared_error(tiled: Tensor, tile_scale: Tensor, tensor_scale: Tensor, spec
     Squared errors are rounded down to multiples of 2^-20, whose sum is the same in any order, so that kernels choose
     alike.
     """
-    y = tiled / _nvfp4_divisor(tile_scale * tensor_scale)
+    y = tiled / _divisor(tile_scale * tensor_scale)
     error = (round_to_element(y.clone(), spec.element) - y).square_().div_(_ERROR_STEP)
     total = (
         error.nan_to_num_(0.0).clamp_(max=_LARGEST_ERROR).to(torch.int32).sum((1, 3), keepdim=True, dtype=torch.int32)
