@@ -73,6 +73,7 @@ class _ExactGroups(GroupLoop):
     """The loop over experts, by functions that were bound when this module was imported."""
 
     quantize_rows, quantize_weights = GroupLoop.quantize_rows, GroupLoop.quantize_weights
+    quantize_expert = GroupLoop.quantize_expert
     multiply, accumulate = GroupLoop.multiply, GroupLoop.accumulate
 
 
