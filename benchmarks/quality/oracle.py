@@ -200,6 +200,8 @@ class _Call:
 
     def _begin_backward(self, running: _Pass, gradient: torch.Tensor) -> None:
         self._current = running
+        for handle in self._registry:  # a repeated microbatch rounds as it did before
+            handle.state.backwards = running.microbatch
         self._auxiliary.multiply(running.sign * self._loss_factor)
 
     def _loss(self, running: _Pass, loss_function: Callable[..., Any], output: torch.Tensor) -> Any:
@@ -225,18 +227,16 @@ class _Call:
 
     # -- linears -----------------------------------------------------------------------------------------------
     def _forced(self, handle: LinearHandle) -> Override:
-        trial, running = self._trial, self._current
-        nothing = Override(microbatch=running.microbatch)
+        trial, running, inner = self._trial, self._current, handle.context.backend
         if trial is None or not running.sign or handle.name not in trial.linears:
-            return nothing
-        inner = handle.context.backend
-        if trial.format is None:
-            return replace(nothing, backend=NudgedGemm(inner, trial.gemm)) if running.sign > 0 else nothing
+            return Override()
         if running.sign > 0:
-            return Override(_only(trial.gemm, trial.format), running.microbatch)
-        if trial.gemm is not Gemm.FPROP:
-            return nothing
-        return replace(nothing, backend=ComparedFprop(inner, handle, trial.format, self._note_first_order))
+            if trial.format is None:
+                return Override(backend=NudgedGemm(inner, trial.gemm))
+            return Override(_only(trial.gemm, trial.format))
+        if trial.format is None or trial.gemm is not Gemm.FPROP:
+            return Override()
+        return Override(backend=ComparedFprop(inner, handle, trial.format, self._note_first_order))
 
     def _note_first_order(self, dot: torch.Tensor) -> None:
         """Note ⟨G, E⟩ of this rank's shards. G is of the pass whose loss is multiplied by −1."""

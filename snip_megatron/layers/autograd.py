@@ -324,9 +324,7 @@ def gradient_keys(call: LinearCall, g: Tensor, *formats: Format) -> GradientKeys
     if graphed is not None and call.trains:
         dgrad, wgrad = graphed.next_keys()
         return GradientKeys(dgrad, wgrad, cols, first_row=first_row, paired=handle.paired)
-    microbatch = None if call.override is None else call.override.microbatch
-    microbatch = handle.state.backwards if microbatch is None else microbatch
-    identity = (context.seed, context.step, handle.global_microbatch(microbatch), handle.index)
+    identity = (context.seed, context.step, handle.global_microbatch(handle.state.backwards), handle.index)
     first, second = derive_seeds(identity, GRADIENT_GEMMS)
     return GradientKeys(first, second, cols, first_row=first_row, paired=handle.paired)
 

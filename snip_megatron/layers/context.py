@@ -67,9 +67,6 @@ class Override:
     """The request of a measuring pass to one linear in one microbatch. It replaces the formats of the map."""
 
     formats: Formats = ALL_BF16  # formats of (fprop, dgrad, wgrad)
-    # index of the microbatch in the step. It enters the keys of stochastic rounding, so that a repeated microbatch
-    # rounds as it did before. None: that of the backward that runs
-    microbatch: int | None = None
     backend: GemmBackend | None = None  # what multiplies in the pass. None: the backend of all linears
 
 

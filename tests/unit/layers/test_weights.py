@@ -150,7 +150,7 @@ def test_passes_that_are_not_training_leave_keys_and_weights_alone() -> None:
     registry.start_step(1)
     first = [key.clone() for key in linear.snip.state.graphed.next_keys()]
     registry.start_step(1)
-    for forced in (Override((FP8, TENSOR, FP4), microbatch=4), Override()):
+    for forced in (Override((FP8, TENSOR, FP4)), Override()):
         registry.context.override = lambda handle, forced=forced: forced
         passed(linear, 32, 2)
     registry.context.override = None
