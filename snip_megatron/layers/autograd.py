@@ -144,7 +144,7 @@ class QuantizedLinear(torch.autograd.Function):
             if call.sequence_parallel:
                 total, saved_format = gather_tokens(x, call.tp_group), None
                 rotation = handle.rotation("x", x, wgrad, on_device=call.trains)
-                saved = flatten(TokenShard(x.contiguous(), rotation))
+                saved = flatten(SavedShard(x.contiguous(), rotation))
             spec = call.spec("x", total, fprop, saved_format)
             y, operand = backend.forward(total, weight_operands(call, weight, fprop, dgrad)[0], spec)
             saved = saved or operand
@@ -203,7 +203,7 @@ def _backward_in_parts(
         # These collectives come before the gather of X: those of one group run in order, so that quantising G would
         # otherwise wait for the whole gather.
         spec = handle.spec("g", g, dgrad, wgrad, gradient_keys(call, g, dgrad, wgrad), on_device=call.trains)
-    if isinstance(saved_x, TokenShard):
+    if isinstance(saved_x, SavedShard):
         x_gather = start_gather(saved_x.tensor, call.tp_group)
     if not isinstance(g, PrequantizedTensor):
         rowwise, columnwise = backend.quantize(matrix(g).contiguous(), spec)
@@ -373,7 +373,7 @@ def gradient_placeholder(weight: Tensor) -> Tensor:
 
 
 # -- what tensor parallel ranks exchange around the GEMMs ------------------------------------------------------------
-class TokenShard(NamedTuple):
+class SavedShard(NamedTuple):
     """X of this rank's tokens [s/tp, b, K], saved for wgrad, and the Hadamard transform of wgrad's format, if any."""
 
     tensor: Tensor

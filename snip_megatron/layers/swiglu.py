@@ -75,31 +75,32 @@ class _Fused(torch.autograd.Function):
 
 
 def quantized_swiglu(y: Tensor, fc2: LinearHandle, formats: FormatPair) -> OperandPair | None:
-    """Return SwiGLU of y [T, 2K] as the operands of fprop and wgrad of ``fc2``, or None if nothing is fused.
-
-    If its amax is that of a shard, this is a collective of the tensor parallel group.
-    """
-    backend = fc2.context.backend
-    way = backend.swiglu_kernel(y, formats)
-    if way is None:
+    """Return SwiGLU of y [T, 2K] as the operands of fprop and wgrad of ``fc2``, or None if nothing is fused."""
+    if fc2.context.backend.swiglu_kernel(y, formats) is None:
         return None
-    if way == "quantize":
-        return backend.swiglu(y, None, OperandSpec(*formats))
-    x, amax = backend.swiglu(y, None, None)
-    return backend.quantize(x, OperandSpec(*formats, amax=fc2.unsharded_amax("x", amax)))
+    return _operands(y, None, fc2, "x", OperandSpec(*formats))
 
 
 def quantized_gradient(d: Tensor, y: Tensor, call: LinearCall) -> OperandPair:
     """Return the gradient of SwiGLU of y [T, 2K] as the operands of dgrad and wgrad of fc1, which made y by ``call``.
 
-    The backend fuses it. If its amax is that of a shard, this is a collective of the tensor parallel group.
+    The backend fuses it.
     """
-    handle, (_, dgrad, wgrad) = call.handle, call.formats
-    backend, spec = handle.context.backend, OperandSpec(dgrad, wgrad, keys=gradient_keys(call, y, dgrad, wgrad))
-    if backend.swiglu_kernel(y, (dgrad, wgrad)) == "quantize":
+    _, dgrad, wgrad = call.formats
+    spec = OperandSpec(dgrad, wgrad, keys=gradient_keys(call, y, dgrad, wgrad))
+    return _operands(y, d, call.handle, "g", spec)
+
+
+def _operands(y: Tensor, d: Tensor | None, handle: LinearHandle, operand: str, spec: OperandSpec) -> OperandPair:
+    """Return SwiGLU of y, or its gradient from ``d``, as X or G of a linear.
+
+    If its amax is that of a shard, this is a collective of the tensor parallel group.
+    """
+    backend = handle.context.backend
+    if backend.swiglu_kernel(y, spec.formats) == "quantize":
         return backend.swiglu(y, d, spec)
-    g, amax = backend.swiglu(y, d, None)
-    return backend.quantize(g, spec._replace(amax=handle.unsharded_amax("g", amax)))
+    x, amax = backend.swiglu(y, d, None)
+    return backend.quantize(x, spec._replace(amax=handle.unsharded_amax(operand, amax)))
 
 
 def _receiver(y: Tensor, fc1: LinearHandle) -> LinearCall | None:
