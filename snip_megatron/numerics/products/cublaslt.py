@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.products.backend import unrounded
 from snip_megatron.numerics.quantize.kernels.launch import recording
 from snip_megatron.numerics.quantize.kernels.replay import Argument, Recording
 from snip_megatron.numerics.quantize.operands import Operand
@@ -362,25 +361,10 @@ def measured_choices(version: int, device: str, path: Path = MEASURED) -> Choice
     return {(row["a_rows"], row["b_rows"], row["depth"]): row["choice"] for row in table["rows"]}
 
 
-def accumulate_plain(library: CublasLt | None, g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-    """Compute gᵀ·x [N, K] in FP32 for unquantised g [T, N] and x [T, K]. It is added to ``out`` if given."""
-    if out is None:
-        return unrounded(g.t(), x)
-    if library is not None and _row_major(g) and _row_major(x) and is_gradient(out) and g.shape[0] > 0:
-        product = library.multiply(g, x, out.dtype, transposed=(True, False), out=out, add=True)
-        if product is not None:
-            return product
-    return out.add_(unrounded(g.t(), x))
-
-
 def is_gradient(out: Tensor) -> bool:
     """Return whether cuBLASLt can accumulate into ``out``: FP32 or bf16, row-major, rows aligned to 16 bytes."""
     aligned = out.data_ptr() % 16 == 0 and out.shape[1] * out.itemsize % 16 == 0
     return out.dtype in (torch.bfloat16, torch.float32) and out.is_contiguous() and aligned
-
-
-def _row_major(x: Tensor) -> bool:
-    return x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.dtype is not torch.float32
 
 
 def _matrix(x: Tensor, transposed: bool = False, scaling: str | None = None) -> _Matrix:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from snip_megatron.numerics.products.backend import GemmBackend, GemmOperand, unrounded
 from snip_megatron.numerics.products.check import wrong_numbers
-from snip_megatron.numerics.products.cublaslt import CublasLt, accumulate_plain
+from snip_megatron.numerics.products.cublaslt import CublasLt, is_gradient
 from snip_megatron.numerics.quantize.formats import SPECS
 from snip_megatron.numerics.quantize.kernels.launch import listings
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, OperandSpec
@@ -70,7 +70,13 @@ class EmulatedBackend(GemmBackend):
         return out
 
     def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-        return accumulate_plain(self.library, g, x, out)
+        if out is None:
+            return unrounded(g.t(), x)
+        if self.library is not None and _row_major(g) and _row_major(x) and is_gradient(out) and g.shape[0] > 0:
+            product = self.library.multiply(g, x, out.dtype, transposed=(True, False), out=out, add=True)
+            if product is not None:
+                return product
+        return out.add_(unrounded(g.t(), x))
 
     def _product(self, a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool], dtype: torch.dtype) -> Tensor:
         """Compute op(a)·op(b) in ``dtype``. ``transposed`` says of each operand whether op transposes it."""
@@ -111,3 +117,7 @@ def _along_reduction(side: ExactOperand, transposed: bool) -> tuple[Tensor, Tens
 
 def _factor(a: ExactOperand, b: ExactOperand) -> Tensor | None:
     return None if a.scale is None or b.scale is None else a.scale * b.scale
+
+
+def _row_major(x: Tensor) -> bool:
+    return x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.dtype is not torch.float32

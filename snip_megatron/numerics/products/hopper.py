@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend, GemmOperand, UnquantizedOperand
-from snip_megatron.numerics.products.cublaslt import Choices, CublasLt, accumulate_plain, is_gradient
+from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend, GemmOperand
+from snip_megatron.numerics.products.cublaslt import Choices, CublasLt, is_gradient
 from snip_megatron.numerics.products.deepgemm import DeepGemm, difference, unit_operands
 from snip_megatron.numerics.products.grouped import GroupLoop
 from snip_megatron.numerics.products.grouped_hopper import HopperGroups, add_wgrad
@@ -44,7 +44,7 @@ class HopperBackend(GemmBackend):
     _: KW_ONLY
     choices: Choices = MappingProxyType({})  # products that use another proposal of cuBLASLt than the first
     deepgemm: DeepGemm | None = None  # multiplies where it is faster than ``library``. None if it is not used
-    fallback: GemmBackend = REFERENCE  # runs GEMMs in formats that these tensor cores do not have
+    fallback: GemmBackend = REFERENCE  # runs GEMMs in bf16, and in formats that these tensor cores do not have
     activations: Any = None  # the module ``quantize.swiglu``, or its functions in Triton. None: SwiGLU is not fused
     # DeepGEMM's module, for grouped products in fp8 and fp4. If it is None, these run expert by expert
     groups: Any = None
@@ -118,8 +118,6 @@ class HopperBackend(GemmBackend):
     ) -> Tensor:
         """See the base class. Per-tensor scaled fprop and dgrad use the tensor core's fast accumulation, wgrad not."""
         if not (isinstance(a, Operand) and isinstance(b, Operand)):
-            if isinstance(a, UnquantizedOperand) and a.format is Format.BF16:
-                return super().multiply(gemm, a, b, dtype, out)
             return self.fallback.multiply(gemm, a, b, dtype, out)
         wgrad, padding = gemm is Gemm.WGRAD, -a.rows % _ROWS_OF_A
         if padding:
@@ -145,9 +143,6 @@ class HopperBackend(GemmBackend):
         if wgrad and out is not None:
             return out.add_(product)
         return product if product.dtype is dtype else product.to(dtype)
-
-    def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-        return accumulate_plain(self.library, g, x, out)
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
         if n % TILE or k % TILE or dtype is not torch.bfloat16:
