@@ -212,31 +212,29 @@ def _solve(table: Table, core: Bools, hint: Ints, limits: Limits, effort: float)
     by rounding.
     """
     model = _CoreModel(table, core, hint)
-    for presolve in (True, False):
-        if limits.exhausted:
-            break
-        solver = cp_model.CpSolver()
-        parameters = solver.parameters
-        parameters.cp_model_presolve = presolve
-        parameters.random_seed = limits.seed
-        parameters.relative_gap_limit = table.goal / 2
-        # Two workers cost more and change ties, and a single search keeps its deterministic limit.
-        parameters.num_workers = 1
-        parameters.linearization_level = 2  # the whole model in the LP: seen 3–10 times faster than the default here
-        # In OR-Tools 9.15 this presolve step proves wrong optima if at-most-one and linear constraints overlap, as they
-        # do in these models (google/or-tools#5293). test_equals_highs in tests/unit/solver/test_solve.py finds some.
-        parameters.presolve_inclusion_work_limit = 0
-        if math.isfinite(limits.seconds):
-            parameters.max_time_in_seconds = max(limits.seconds, 0.01)
-        if math.isfinite(most := min(effort, limits.deterministic - limits.used)):
-            parameters.max_deterministic_time = most
-        status = solver.solve(model.model)
-        limits.used += float(solver.response_proto.deterministic_time)
-        assignment, bound = model.result(solver, status)
-        # An answer that rules the hint out is wrong, and CP-SAT is run again without presolve.
-        if status != cp_model.INFEASIBLE and bound <= table.shifted_loss(hint) + model.resolution:
-            return assignment, bound
-    return None, -math.inf
+    if limits.exhausted:
+        return None, -math.inf
+    solver = cp_model.CpSolver()
+    parameters = solver.parameters
+    parameters.random_seed = limits.seed
+    parameters.relative_gap_limit = table.goal / 2
+    # Two workers cost more and change ties, and a single search keeps its deterministic limit.
+    parameters.num_workers = 1
+    parameters.linearization_level = 2  # the whole model in the LP: seen 3–10 times faster than the default here
+    # In OR-Tools 9.15 this presolve step proves wrong optima if at-most-one and linear constraints overlap, as they
+    # do in these models (google/or-tools#5293). test_equals_highs in tests/unit/solver/test_solve.py finds some.
+    parameters.presolve_inclusion_work_limit = 0
+    if math.isfinite(limits.seconds):
+        parameters.max_time_in_seconds = max(limits.seconds, 0.01)
+    if math.isfinite(most := min(effort, limits.deterministic - limits.used)):
+        parameters.max_deterministic_time = most
+    status = solver.solve(model.model)
+    limits.used += float(solver.response_proto.deterministic_time)
+    assignment, bound = model.result(solver, status)
+    # An answer that rules the hint out is wrong.
+    if status == cp_model.INFEASIBLE or bound > table.shifted_loss(hint) + model.resolution:
+        return None, -math.inf
+    return assignment, bound
 
 
 class _CoreModel:
