@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ from unittest import mock
 import torch
 
 _CARD = """
+import json
 import torch
 card = torch.cuda.get_device_properties(0)
-print(card.name, card.major, card.minor, card.shared_memory_per_block_optin, sep="|")
+fields = {name: getattr(card, name) for name in dir(card) if not name.startswith("_")}
+print(json.dumps({name: value for name, value in fields.items() if isinstance(value, int | float | str)}))
 """
 
 
@@ -21,14 +24,14 @@ print(card.name, card.major, card.minor, card.shared_memory_per_block_optin, sep
 def no_context_on_the_card() -> Iterator[None]:
     """Let another process ask what the card is: CUDA must not be initialised before a fork.
 
-    Kernels of Megatron 0.20 (gated delta products) ask when they are imported.
+    Kernels of Megatron 0.20 (gated delta products) ask when they are imported. torch's compiler keeps the answer, and
+    reads other fields of it in the forks.
     """
     if not torch.cuda.is_available():
         yield
         return
-    said = subprocess.run([sys.executable, "-c", _CARD], capture_output=True, text=True, check=True).stdout
-    name, major, minor, shared = said.splitlines()[-1].split("|")
-    card = SimpleNamespace(name=name, major=int(major), minor=int(minor), shared_memory_per_block_optin=int(shared))
+    printed = subprocess.run([sys.executable, "-c", _CARD], capture_output=True, text=True, check=True).stdout
+    card = SimpleNamespace(**json.loads(printed.splitlines()[-1]))
     with mock.patch.multiple(
         torch.cuda,
         get_device_properties=lambda *_: card,

@@ -48,11 +48,11 @@ def test_tensor_sums(kernels: ModuleType, shape: tuple[int, int], stochastic: bo
 
 @pytest.mark.parametrize("shape", [(2048, 5120), (333, 777)])
 def test_inner_products_with_errors(kernels: ModuleType, shape: tuple[int, int]) -> None:
-    """FP32 numbers, whose quotients are hardly ever ties: the sign of the error of a tie is arbitrary."""
+    """FP32 numbers, whose quotients are hardly ever ties: the sign of a tie's error is arbitrary, and changes a row."""
     x, d = torch.randn(shape, device="cuda"), activations(*shape, seed=1)
     actual, expected = (module.tensor_sums(x, FORMATS, d=d).dots for module in (kernels, reference))
     size = expected.square().mean(1, keepdim=True).sqrt()  # single dots may be close to zero
-    assert ((actual - expected) / size).square().mean() < 1e-4
+    assert ((actual - expected) / size).abs().quantile(0.98) < 1e-2
 
 
 def test_sums_of_a_weight_and_squares(kernels: ModuleType) -> None:
