@@ -86,11 +86,8 @@ class Turn:
 
 def model_arguments(arguments: argparse.Namespace) -> list[str]:
     """Return Megatron's arguments of the model that the command names."""
-    shapes = list(MODELS[arguments.model].arguments)
-    if arguments.nan_checks and NO_CHECKS[0] in shapes:
-        first = shapes.index(NO_CHECKS[0])
-        del shapes[first : first + len(NO_CHECKS)]
-    return shapes
+    omitted = NO_CHECKS if arguments.nan_checks else ()
+    return [word for word in MODELS[arguments.model].arguments if word not in omitted]
 
 
 class Job:

@@ -52,7 +52,7 @@ def test_inner_products_with_errors(kernels: ModuleType, shape: tuple[int, int])
     x, d = torch.randn(shape, device="cuda"), activations(*shape, seed=1)
     actual, expected = (module.tensor_sums(x, FORMATS, d=d).dots for module in (kernels, reference))
     size = expected.square().mean(1, keepdim=True).sqrt()  # single dots may be close to zero
-    assert ((actual - expected) / size).abs().quantile(0.98) < 1e-2
+    assert ((actual - expected) / size).abs().quantile(0.995) < 1e-2
 
 
 def test_sums_of_a_weight_and_squares(kernels: ModuleType) -> None:
