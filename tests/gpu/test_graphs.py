@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from dense_names import dense_names
 from forked_ranks import can_fork, run_ranks
 
 from snip_megatron.numerics.products.deepgemm import why_not
-from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.exchange import EXIT_UPDATE_BROKEN
 from snip_megatron.runtime.run_data import read_metrics
 
@@ -43,7 +41,7 @@ MAPS = {
     "plain": "",
     "bf16": "--snip --snip-policy bf16",
     "fp8": "--snip --snip-policy uniform-fp8",
-    "fp8_tensor": "--snip --snip-map {folder}/fp8_tensor.json",
+    "fp8_tensor": "--snip --snip-policy bf16 --snip-pin '*=fp8_tensor'",
     "fp4": f"--snip --snip-budget fp4=0.75 {UPDATED}",
     "tensor_and_fp4": f"--snip --snip-budget fp4=0.5 --snip-formats fp8_tensor,fp4 {UPDATED}",
     "bf16_wgrads": f"--snip --snip-budget fp4=0.3 --snip-pin '*.experts.*:wgrad=bf16' {UPDATED}",
@@ -91,8 +89,6 @@ class Trainings:
         self._pools = {ranks: ThreadPoolExecutor(count) for ranks, count in AT_ONCE.items()}
         self._runs: dict[tuple[str, ...], Future[dict[str, Any]]] = {}
         self._first: dict[tuple[Any, ...], Future[dict[str, Any]]] = {}  # of those that need the same kernels
-        names = dense_names(LAYERS)
-        (folder / "fp8_tensor.json").write_text(PrecisionMap.uniform(names, Format.FP8_TENSOR).to_json())
 
     def begin(self, kind: str, graphs: str | None, *extra: str, layout: str = "one") -> Future[dict[str, Any]]:
         key = (kind, str(graphs), layout, *extra)
@@ -226,7 +222,7 @@ def with_experts(trainings: Trainings) -> Trainings:
         beside_experts(trainings, name, kind, graphs=False)
     for kind in ("plain", "bf16"):
         beside_experts(trainings, "experts", kind)
-    for kind in ("bf16_wgrads", "fp8"):
+    for kind in ("bf16_wgrads", "fp8", "fp8_tensor"):
         for graphs in (False, True):
             holding_experts(trainings, kind, graphs=graphs)
     return trainings
@@ -317,7 +313,7 @@ def test_an_all_bf16_map_trains_plain_megatron_s_bits_in_graphs_beside_experts(w
 
 
 @pytest.mark.skipif(why_not() is not None, reason=f"DeepGEMM {why_not()}")
-def test_graphs_that_hold_experts_train_alike(with_experts: Trainings) -> None:
+def test_graphs_hold_experts_from_the_first_map_on(with_experts: Trainings) -> None:
     """The first map is adopted before step 5. Before it, experts are Transformer Engine's, which no graph can hold."""
     eager = holding_experts(with_experts, "bf16_wgrads", graphs=False).result()
     captured = holding_experts(with_experts, "bf16_wgrads").result()
@@ -328,10 +324,17 @@ def test_graphs_that_hold_experts_train_alike(with_experts: Trainings) -> None:
     close_steps(eager, captured, 2e-2)
 
 
-def test_experts_that_run_one_by_one_stay_outside_of_graphs(with_experts: Trainings) -> None:
-    eager = holding_experts(with_experts, "fp8", graphs=False).result()
-    captured = holding_experts(with_experts, "fp8").result()
-    assert "CUDA graphs hold the experts of 0 of 3 layers: decoder.layers.1.mlp" in captured["log"]
+@pytest.mark.parametrize(
+    ("kind", "held"),
+    [
+        pytest.param("fp8", "3 of 3 layers\n", marks=pytest.mark.skipif(why_not() is not None, reason="no DeepGEMM")),
+        ("fp8_tensor", "0 of 3 layers: decoder.layers.1.mlp"),  # one scale an expert: they run one by one
+    ],
+)
+def test_graphs_hold_experts_whose_gemms_are_one_launch(with_experts: Trainings, kind: str, held: str) -> None:
+    eager = holding_experts(with_experts, kind, graphs=False).result()
+    captured = holding_experts(with_experts, kind).result()
+    assert f"CUDA graphs hold the experts of {held}" in captured["log"]
     assert captured["replays"][STEPS] > 0
     close_steps(eager, captured, 2e-2)
 

@@ -8,6 +8,9 @@ launch. Megatron does the three one after the other, in 380 launches for four la
 FP32 parameters into the model one by one, and takes a view of every gradient. With a thousand weights of experts this
 takes the host 27 ms a step, longer than the GPU takes for Adam. The results are the same, bit for bit.
 
+**The norm of gradients** counts the same tensors in every step. Megatron asks every parameter in every step whether
+another parameter or rank counts it. Where it checks gradients for NaN, the GPU has nothing to do meanwhile.
+
 **Buckets** that no other rank shares need no collectives. Where the experts of a layer stand on one data parallel rank
 each, and on one GPU, Megatron still starts a gather and a reduction over one rank for every bucket, which change
 nothing, and asks every parameter whether it is quantised.
@@ -28,6 +31,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as mixed_precision
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
@@ -44,6 +48,8 @@ check_signature(clip_gradients, "parameters", "max_norm", "total_norm", "use_dec
 check_signature(DistributedOptimizer._copy_main_params_to_model_params, "self")
 check_signature(DistributedOptimizer._copy_model_grads_to_main_grads, "self")
 check_signature(DistributedOptimizer._get_model_param_range_map, "self", "param")
+check_signature(inspect.unwrap(DistributedOptimizer.get_grads_for_grad_norm), "self", "grad_norm_group")
+check_names(inspect.unwrap(clip_grads.get_grad_norm_fp32), "to_local_if_dtensor")
 _COLLECTIVES = ("dist_all_gather_func", "dist_reduce_scatter_func")
 check_names(buffers, "_coalescing_manager", "_param_uses_quantized_storage", *_COLLECTIVES)
 check_names(_ParamAndGradBucketGroup.start_param_sync, "_coalescing_manager", _COLLECTIVES[0])
@@ -64,6 +70,8 @@ def fuse_copies(optimizer: Any) -> None:
             copies = _Copies(part)
             part._copy_main_params_to_model_params = copies.update_model
             part._copy_model_grads_to_main_grads = copies.take_gradients
+            part.get_grads_for_grad_norm = copies.gradients_of_norm
+            clip_grads.to_local_if_dtensor = _to_local
             if _has_fused_update(part):
                 _Update(part, copies)
 
@@ -85,8 +93,10 @@ class _Copies:
         self._optimizer = optimizer
         self._copy_params = optimizer._copy_main_params_to_model_params
         self._copy_grads = optimizer._copy_model_grads_to_main_grads
+        self._choose_grads = optimizer.get_grads_for_grad_norm
         self._params: tuple[list[Any], list[tuple[Tensor, Tensor]]] = ([], [])
         self._grads: tuple[list[Any], list[Tensor]] = ([], [])
+        self._of_norm: list[Tensor] | None = None  # those of these gradients that the norm counts
         self.is_current = False  # whether the update has written the model
 
     @torch.no_grad()
@@ -110,14 +120,26 @@ class _Copies:
         """Let the FP32 parameters have this rank's shard of ``main_grad`` as their gradients."""
         pairs = self._pairs()
         grads: list[Any] = [getattr(param, "main_grad", None) for _, param in pairs]
-        if any(grad is None or grad.dtype is not torch.float32 for grad in grads):
-            self._copy_grads()
-            return
         if not _same(grads, self._grads[0]):
+            if any(grad is None or grad.dtype is not torch.float32 for grad in grads):
+                self._copy_grads()
+                return
             shards = [self._shard(grad, param, "param") for grad, (_, param) in zip(grads, pairs, strict=True)]
-            self._grads = grads, shards
+            self._grads, self._of_norm = (grads, shards), None
         for (main, _), shard in zip(pairs, self._grads[1], strict=True):
             main.grad = shard
+
+    def gradients_of_norm(self, grad_norm_group: str | None = None) -> list[Tensor]:
+        """Return the gradients that the norm counts, or a group of them that has a norm of its own.
+
+        Which ones depends on nothing that changes in a run but the gradients' tensors.
+        """
+        if grad_norm_group is not None or not _same([main.grad for main, _ in self._pairs()], self._grads[1]):
+            chosen: list[Tensor] = self._choose_grads(grad_norm_group)
+            return chosen
+        if self._of_norm is None:
+            self._of_norm = self._choose_grads()
+        return list(self._of_norm)
 
     def _pairs(self) -> list[tuple[Any, Any]]:
         """Return this rank's shards of the FP32 parameters, each with its parameter of the model."""
@@ -155,6 +177,14 @@ class _Copies:
 
 def _same(tensors: list[Any], before: list[Any]) -> bool:
     return len(tensors) == len(before) and all(map(operator.is_, tensors, before))
+
+
+_to_local_if_dtensor = clip_grads.to_local_if_dtensor
+
+
+def _to_local(tensor: Any) -> Any:
+    """Do what Megatron's function does, which enters a context for every tensor."""
+    return tensor if type(tensor) is Tensor else _to_local_if_dtensor(tensor)
 
 
 # -- updates ---------------------------------------------------------------------------------------------------

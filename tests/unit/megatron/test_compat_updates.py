@@ -94,3 +94,41 @@ def test_each_group_is_updated_in_one_launch(interpreter: ProcessPoolExecutor, r
 
 def test_gradients_are_not_clipped_where_megatron_clips_none(interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(train, 3, False, None).result(timeout=300)["error"] < 1e-6
+
+
+def test_the_norm_asks_megatron_again_when_gradients_are_other_tensors() -> None:
+    from snip_megatron.megatron.compat import host_work
+
+    models = [torch.nn.Parameter(torch.zeros(6)) for _ in range(3)]
+    mains = [torch.nn.Parameter(torch.zeros(3)) for _ in models]
+    asked: list[str | None] = []
+
+    def choose(group: str | None = None) -> list[torch.Tensor | None]:
+        asked.append(group)
+        return [each.grad for each in mains[:2]]  # another rank counts the third
+
+    optimizer = SimpleNamespace(
+        shard_fp32_from_float16_groups=[mains], model_float16_groups=[models], shard_fp32_groups=[], model_fp32_groups=[],
+        get_grads_for_grad_norm=choose, _copy_main_params_to_model_params=None, _copy_model_grads_to_main_grads=None,
+        _get_model_param_range_map=lambda _: {"param": SimpleNamespace(start=3, end=6)},
+    )  # fmt: skip
+    copies = host_work._Copies(optimizer)
+
+    def step() -> list[float]:
+        copies.take_gradients()
+        chosen = copies.gradients_of_norm()
+        for each in mains:
+            each.grad = None  # as Megatron does between steps
+        return [each[0].item() for each in chosen]
+
+    for number, model in enumerate(models):
+        model.main_grad = torch.full((6,), float(number + 1))
+    assert (step(), step(), asked) == ([1.0, 2.0], [1.0, 2.0], [None])
+    models[1].main_grad = torch.full((6,), 5.0)
+    assert (step(), step(), asked) == ([1.0, 5.0], [1.0, 5.0], [None, None])
+    copies.take_gradients()
+    copies.gradients_of_norm("mtp")
+    assert asked[2:] == ["mtp"]
+    mains[0].grad = torch.ones(3)  # not the one that was taken
+    assert copies.gradients_of_norm()[0][0] == 1.0
+    assert asked[3:] == [None]
