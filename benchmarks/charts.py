@@ -43,7 +43,7 @@ MIXTURES = {
     "like Qwen3-30B-A3B, H100": ("job_qwen3-moe_h100_2026-11-26", "job_qwen3-moe-blockwise_h100_2026-11-26"),
     "like Qwen3-30B-A3B, H200": ("job_qwen3-moe_h200_2026-11-30", "job_qwen3-moe-deepgemm_h200_2026-11-26"),
     "like Qwen3-30B-A3B, experts on two H100": ("job_qwen3-moe-ep2_2xh100_2026-11-26",),
-    "like Qwen3-30B-A3B, experts on two H200": ("job_qwen3-moe-ep2-deepgemm_2xh200_2026-11-27",),
+    "like Qwen3-30B-A3B, experts on two H200": ("job_qwen3-moe-ep2_2xh200_2026-11-30",),
     "like DeepSeek, H100": ("job_deepseek-moe_h100_2026-11-26", "job_deepseek-moe-tensorwise_h100_2026-11-26"),
     "like DeepSeek, H200": ("job_deepseek-moe-deepgemm_h200_2026-11-27",),
 }
