@@ -142,7 +142,7 @@ class Trainings:
     ) -> dict[str, Any]:
         run = self._folder / f"{number}-{kind}-{graphs}-{layout}"
         run.mkdir()
-        snip = shlex.split(MAPS[kind].format(folder=self._folder))
+        snip = shlex.split(MAPS[kind])
         snip += ["--snip-dir", str(run / "snip")] if snip else []
         captured = [] if graphs is None else ["--cuda-graph-impl", graphs]
         ranks, parallel = LAYOUTS[layout]

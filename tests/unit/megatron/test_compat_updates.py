@@ -108,8 +108,9 @@ def test_the_norm_asks_megatron_again_when_gradients_are_other_tensors() -> None
         return [each.grad for each in mains[:2]]  # another rank counts the third
 
     optimizer = SimpleNamespace(
-        shard_fp32_from_float16_groups=[mains], model_float16_groups=[models], shard_fp32_groups=[], model_fp32_groups=[],
-        get_grads_for_grad_norm=choose, _copy_main_params_to_model_params=None, _copy_model_grads_to_main_grads=None,
+        shard_fp32_from_float16_groups=[mains], model_float16_groups=[models],
+        shard_fp32_groups=[], model_fp32_groups=[], get_grads_for_grad_norm=choose,
+        _copy_main_params_to_model_params=None, _copy_model_grads_to_main_grads=None,
         _get_model_param_range_map=lambda _: {"param": SimpleNamespace(start=3, end=6)},
     )  # fmt: skip
     copies = host_work._Copies(optimizer)
