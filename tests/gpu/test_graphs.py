@@ -325,16 +325,16 @@ def test_graphs_hold_experts_from_the_first_map_on(with_experts: Trainings) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "held"),
+    ("kind", "layers"),
     [
         pytest.param("fp8", "3 of 3 layers\n", marks=pytest.mark.skipif(why_not() is not None, reason="no DeepGEMM")),
         ("fp8_tensor", "0 of 3 layers: decoder.layers.1.mlp"),  # one scale an expert: they run one by one
     ],
 )
-def test_graphs_hold_experts_whose_gemms_are_one_launch(with_experts: Trainings, kind: str, held: str) -> None:
+def test_graphs_hold_experts_whose_gemms_are_one_launch(with_experts: Trainings, kind: str, layers: str) -> None:
     eager = holding_experts(with_experts, kind, graphs=False).result()
     captured = holding_experts(with_experts, kind).result()
-    assert f"CUDA graphs hold the experts of {held}" in captured["log"]
+    assert f"CUDA graphs hold the experts of {layers}" in captured["log"]
     assert captured["replays"][STEPS] > 0
     close_steps(eager, captured, 2e-2)
 

@@ -44,6 +44,7 @@ check_names(mixed_precision, _CLIP)
 check_names(mixed_precision.MixedPrecisionOptimizer.clip_grad_norm, _CLIP)
 check_names(inspect.unwrap(mixed_precision.ChainedOptimizer.step), _CLIP)
 clip_gradients = getattr(mixed_precision, _CLIP)
+to_local_if_dtensor = clip_grads.to_local_if_dtensor
 check_signature(clip_gradients, "parameters", "max_norm", "total_norm", "use_decoupled_grad")
 check_signature(DistributedOptimizer._copy_main_params_to_model_params, "self")
 check_signature(DistributedOptimizer._copy_model_grads_to_main_grads, "self")
@@ -96,7 +97,7 @@ class _Copies:
         self._choose_grads = optimizer.get_grads_for_grad_norm
         self._params: tuple[list[Any], list[tuple[Tensor, Tensor]]] = ([], [])
         self._grads: tuple[list[Any], list[Tensor]] = ([], [])
-        self._of_norm: list[Tensor] | None = None  # those of these gradients that the norm counts
+        self._norm_grads: list[Tensor] | None = None  # the shards of `_grads` that the norm counts
         self.is_current = False  # whether the update has written the model
 
     @torch.no_grad()
@@ -125,7 +126,7 @@ class _Copies:
                 self._copy_grads()
                 return
             shards = [self._shard(grad, param, "param") for grad, (_, param) in zip(grads, pairs, strict=True)]
-            self._grads, self._of_norm = (grads, shards), None
+            self._grads, self._norm_grads = (grads, shards), None
         for (main, _), shard in zip(pairs, self._grads[1], strict=True):
             main.grad = shard
 
@@ -137,9 +138,9 @@ class _Copies:
         if grad_norm_group is not None or not _same([main.grad for main, _ in self._pairs()], self._grads[1]):
             chosen: list[Tensor] = self._choose_grads(grad_norm_group)
             return chosen
-        if self._of_norm is None:
-            self._of_norm = self._choose_grads()
-        return list(self._of_norm)
+        if self._norm_grads is None:
+            self._norm_grads = self._choose_grads()
+        return list(self._norm_grads)
 
     def _pairs(self) -> list[tuple[Any, Any]]:
         """Return this rank's shards of the FP32 parameters, each with its parameter of the model."""
@@ -179,12 +180,9 @@ def _same(tensors: list[Any], before: list[Any]) -> bool:
     return len(tensors) == len(before) and all(map(operator.is_, tensors, before))
 
 
-_to_local_if_dtensor = clip_grads.to_local_if_dtensor
-
-
 def _to_local(tensor: Any) -> Any:
     """Do what Megatron's function does, which enters a context for every tensor."""
-    return tensor if type(tensor) is Tensor else _to_local_if_dtensor(tensor)
+    return tensor if type(tensor) is Tensor else to_local_if_dtensor(tensor)
 
 
 # -- updates ---------------------------------------------------------------------------------------------------

@@ -96,16 +96,16 @@ def test_gradients_are_not_clipped_where_megatron_clips_none(interpreter: Proces
     assert interpreter.submit(train, 3, False, None).result(timeout=300)["error"] < 1e-6
 
 
-def test_the_norm_asks_megatron_again_when_gradients_are_other_tensors() -> None:
+def test_megatron_chooses_gradients_of_the_norm_again_when_they_are_other_tensors() -> None:
     from snip_megatron.megatron.compat import host_work
 
     models = [torch.nn.Parameter(torch.zeros(6)) for _ in range(3)]
     mains = [torch.nn.Parameter(torch.zeros(3)) for _ in models]
-    asked: list[str | None] = []
+    groups: list[str | None] = []
 
     def choose(group: str | None = None) -> list[torch.Tensor | None]:
-        asked.append(group)
-        return [each.grad for each in mains[:2]]  # another rank counts the third
+        groups.append(group)
+        return [each.grad for each in mains[:2]]  # the third is another rank's
 
     optimizer = SimpleNamespace(
         shard_fp32_from_float16_groups=[mains], model_float16_groups=[models],
@@ -124,12 +124,12 @@ def test_the_norm_asks_megatron_again_when_gradients_are_other_tensors() -> None
 
     for number, model in enumerate(models):
         model.main_grad = torch.full((6,), float(number + 1))
-    assert (step(), step(), asked) == ([1.0, 2.0], [1.0, 2.0], [None])
+    assert (step(), step(), groups) == ([1.0, 2.0], [1.0, 2.0], [None])
     models[1].main_grad = torch.full((6,), 5.0)
-    assert (step(), step(), asked) == ([1.0, 5.0], [1.0, 5.0], [None, None])
+    assert (step(), step(), groups) == ([1.0, 5.0], [1.0, 5.0], [None, None])
     copies.take_gradients()
     copies.gradients_of_norm("mtp")
-    assert asked[2:] == ["mtp"]
+    assert groups[2:] == ["mtp"]
     mains[0].grad = torch.ones(3)  # not the one that was taken
     assert copies.gradients_of_norm()[0][0] == 1.0
-    assert asked[3:] == [None]
+    assert groups[3:] == [None]
